@@ -1,0 +1,115 @@
+"""What a test may leave behind, seen before and after it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+
+KINDS = ("shm", "fds", "threads", "tasks")
+SHM = Path("/dev/shm")
+SHM_PREFIX = "kvwire"
+GRACE_S = 3.0
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    shm: frozenset[str] = frozenset()
+    fds: dict[int, str] = field(default_factory=dict)
+    threads: frozenset[int] = frozenset()
+
+
+def kinds_of(marker: pytest.Mark) -> tuple[str, ...]:
+    unknown = set(marker.args) - set(KINDS)
+    if unknown:
+        raise pytest.UsageError(f"leakcheck knows {KINDS}, not {sorted(unknown)}")
+    return marker.args or KINDS
+
+
+def snapshot(kinds: tuple[str, ...]) -> Snapshot:
+    return Snapshot(
+        shm=shm_entries() if "shm" in kinds else frozenset(),
+        fds=open_fds() if "fds" in kinds else {},
+        threads=frozenset(t.ident for t in threading.enumerate() if t.ident)
+        if "threads" in kinds
+        else frozenset(),
+    )
+
+
+def settle(before: Snapshot, kinds: tuple[str, ...]) -> list[str]:
+    """What is there now and was not there before, after giving it a moment to go."""
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        gc.collect()
+        left = compare(before, kinds)
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+def compare(before: Snapshot, kinds: tuple[str, ...]) -> list[str]:
+    left: list[str] = []
+    if "shm" in kinds:
+        new = shm_entries() - before.shm
+        left += [f"/dev/shm/{name}" for name in sorted(new) if not held_by_a_stranger(name)]
+    if "fds" in kinds:
+        left += [f"fd {fd}: {what}" for fd, what in open_fds().items() if before.fds.get(fd) != what]
+    if "threads" in kinds:
+        left += [f"thread {t.name}" for t in threading.enumerate() if t.ident not in before.threads]
+    return left
+
+
+def shm_entries() -> frozenset[str]:
+    return frozenset(entry.name for entry in SHM.glob(f"{SHM_PREFIX}*"))
+
+
+def held_by_a_stranger(name: str) -> bool:
+    """Another test run on this machine may come and go meanwhile: an entry that only its processes map is not ours."""
+    me = psutil.Process()
+    family = {me.pid} | {child.pid for child in me.children(recursive=True)}
+    holders = {pid for pid in psutil.pids() if maps(pid, f"{SHM}/{name}")}
+    return bool(holders) and not holders & family
+
+
+def maps(pid: int, path: str) -> bool:
+    try:
+        return path in Path(f"/proc/{pid}/maps").read_text()
+    except OSError:
+        return False
+
+
+def open_fds() -> dict[int, str]:
+    found = {}
+    for entry in os.listdir("/proc/self/fd"):
+        try:
+            target = os.readlink(f"/proc/self/fd/{entry}")
+        except OSError:
+            continue  # the descriptor that listed the folder
+        if not ignorable(target):
+            found[int(entry)] = target
+    return found
+
+
+def ignorable(target: str) -> bool:
+    """gRPC keeps its pollers for the process's life; /dev/null and urandom are opened once by libraries and kept."""
+    return target.startswith("anon_inode:") or target in {"/dev/null", "/dev/urandom", "/dev/tty"}
+
+
+def tasks() -> set[asyncio.Task]:
+    return asyncio.all_tasks()
+
+
+async def settle_tasks(before: set[asyncio.Task]) -> list[str]:
+    deadline = time.monotonic() + GRACE_S
+    while True:
+        new = {t for t in asyncio.all_tasks() - before - {asyncio.current_task()} if not t.done()}
+        if not new or time.monotonic() > deadline:
+            return sorted(repr(task) for task in new)
+        await asyncio.sleep(0.02)
