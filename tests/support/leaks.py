@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import threading
 import time
 from dataclasses import dataclass, field
@@ -37,9 +36,7 @@ def snapshot(kinds: tuple[str, ...]) -> Snapshot:
     return Snapshot(
         shm=shm_entries() if "shm" in kinds else frozenset(),
         fds=open_fds() if "fds" in kinds else {},
-        threads=frozenset(t.ident for t in threading.enumerate() if t.ident)
-        if "threads" in kinds
-        else frozenset(),
+        threads=live_threads() if "threads" in kinds else frozenset(),
     )
 
 
@@ -70,8 +67,12 @@ def shm_entries() -> frozenset[str]:
     return frozenset(entry.name for entry in SHM.glob(f"{SHM_PREFIX}*"))
 
 
+def live_threads() -> frozenset[int]:
+    return frozenset(thread.ident for thread in threading.enumerate() if thread.ident)
+
+
 def held_by_a_stranger(name: str) -> bool:
-    """Another test run on this machine may come and go meanwhile: an entry that only its processes map is not ours."""
+    """Another test run on this machine comes and goes meanwhile: what only its processes map is not ours."""
     me = psutil.Process()
     family = {me.pid} | {child.pid for child in me.children(recursive=True)}
     holders = {pid for pid in psutil.pids() if maps(pid, f"{SHM}/{name}")}
@@ -87,18 +88,18 @@ def maps(pid: int, path: str) -> bool:
 
 def open_fds() -> dict[int, str]:
     found = {}
-    for entry in os.listdir("/proc/self/fd"):
+    for entry in Path("/proc/self/fd").iterdir():
         try:
-            target = os.readlink(f"/proc/self/fd/{entry}")
+            target = str(entry.readlink())
         except OSError:
             continue  # the descriptor that listed the folder
         if not ignorable(target):
-            found[int(entry)] = target
+            found[int(entry.name)] = target
     return found
 
 
 def ignorable(target: str) -> bool:
-    """gRPC keeps its pollers for the process's life; /dev/null and urandom are opened once by libraries and kept."""
+    """gRPC keeps its pollers for the process's life; libraries open /dev/null and urandom and keep them."""
     return target.startswith("anon_inode:") or target in {"/dev/null", "/dev/urandom", "/dev/tty"}
 
 
