@@ -1,7 +1,7 @@
 """Builds the wheel and tries it where a user would: in a fresh environment, without torch, vLLM or UCX.
 
-The editable install of the repository hides packaging mistakes (a folder too many, a portion forgotten): this is
-the only check of what is really shipped.
+The editable install of the repository hides packaging mistakes (a folder too many, a portion forgotten):
+this is the only check of what is really shipped.
 """
 
 from __future__ import annotations
