@@ -596,7 +596,7 @@ class ExtraInput(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     LENGTH_FIELD_NUMBER: _builtins.int
     digest: _builtins.bytes
-    """digest identifies the content. 1 to 64 bytes."""
+    """digest identifies the content. 1 to 512 bytes."""
     start: _builtins.int
     """start is the position of its first placeholder token in the prompt."""
     length: _builtins.int

@@ -1,0 +1,111 @@
+"""All settings of the cache server, in one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TypeVar, cast
+
+from kvwire.errors import ConfigError
+
+MIB = 1 << 20
+T = TypeVar("T")
+DATA_PATHS = ("shm", "ucx-local", "ucx-remote", "inline")
+
+
+def setting(help: str, default: T) -> T:
+    """A dataclass field whose help text `kvwire server --help`, `config show` and the docs share."""
+    return cast("T", field(default=default, metadata={"help": help}))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerConfig:
+    """Sizes are in bytes, times in seconds. Precedence: flags > KVWIRE_* > YAML > these defaults."""
+
+    listen: tuple[str, ...] = setting(
+        "Where to serve gRPC: unix:PATH (a socket file, mode 0600) or HOST:PORT. Repeatable.",
+        ("127.0.0.1:7470",),
+    )
+    l1_size: int = setting("Size of the memory tier.", 1024 * MIB)
+    chunk_size: int = setting("Smallest chunk size in tokens; negotiation may round it up.", 256)
+    max_chunk_size: int = setting("Largest chunk size in tokens that may be negotiated.", 65536)
+    policy: str = setting("Eviction policy: lru or arc.", "lru")
+    watermark: float = setting("Fill of the memory tier above which eviction runs in the background.", 0.95)
+    arena: str = setting(
+        "Memory of the memory tier: shm (local clients map it) or private (no shm path).", "shm"
+    )
+    data_paths: tuple[str, ...] = setting(
+        "Data paths to offer, of: " + ", ".join(DATA_PATHS) + ".", DATA_PATHS
+    )
+    ucx_net_devices: str = setting(
+        "Network devices for UCX between hosts, comma-separated. Empty: all that other hosts can reach.", ""
+    )
+    http: str = setting("HOST:PORT of /metrics and /healthz over HTTP. Empty: off.", "")
+    server_id: str = setting("Name of this server, stable over restarts. Empty: the host's name.", "")
+
+    tls_cert: str = setting("PEM file with the server's certificate chain; turns TLS on.", "")
+    tls_key: str = setting("PEM file with the server's private key.", "")
+    tls_client_ca: str = setting("PEM file with the CA of client certificates; turns mTLS on.", "")
+    token_file: str = setting("File whose content clients send as bearer token.", "")
+    insecure_bind: bool = setting("Allow a non-local address without TLS and token.", False)
+    reflection: bool = setting("Serve gRPC reflection, for grpcurl and buf curl.", True)
+
+    lookup_lease: float = setting("How long a lookup holds what it found.", 60.0)
+    read_lease: float = setting("How long a retrieve may take.", 30.0)
+    write_lease: float = setting("How long a store may take.", 30.0)
+    session_ttl: float = setting("How long an unused session lives.", 600.0)
+    registration_ttl: float = setting("How long a silent client stays registered.", 120.0)
+    sweep_interval: float = setting("How often expired leases, sessions and clients are swept.", 1.0)
+    drain: float = setting("How long a stopping server waits for calls in flight.", 3.0)
+
+    max_message: int = setting("Largest gRPC message in either direction.", 16 * MIB)
+    max_in_flight: int = setting("Most calls served at once; above it a call is refused.", 256)
+    max_items: int = setting("Most items of one batch call.", 1024)
+    max_chunks: int = setting("Most chunks or keys that one call names.", 65536)
+    max_slots: int = setting("Most slots that one call leases.", 16384)
+    max_sessions: int = setting("Most live sessions.", 65536)
+    max_registrations: int = setting("Most registered clients.", 1024)
+
+    otlp_endpoint: str = setting(
+        "OTLP/gRPC endpoint for traces, for example http://127.0.0.1:4317. Empty: off.", ""
+    )
+    trace_ratio: float = setting("Share of traces to record that no caller has decided on.", 1.0)
+    log_level: str = setting("Log level.", "info")
+    log_json: bool = setting("Log one JSON object per line.", False)
+
+    def __post_init__(self) -> None:
+        _check(bool(self.listen), "listen", "name at least one address")
+        _check(self.l1_size >= MIB, "l1_size", "must be at least 1MiB")
+        _check(0 < self.watermark <= 1, "watermark", "must be above 0 and at most 1")
+        _check(self.arena in ("shm", "private"), "arena", "must be shm or private")
+        unknown = sorted(set(self.data_paths) - set(DATA_PATHS))
+        _check(
+            not unknown and bool(self.data_paths), "data_paths", f"must be some of {', '.join(DATA_PATHS)}"
+        )
+        _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and tls_cert belong together")
+        _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
+        _check(0 <= self.trace_ratio <= 1, "trace_ratio", "must be from 0 to 1")
+        for name in (
+            "lookup_lease",
+            "read_lease",
+            "write_lease",
+            "session_ttl",
+            "registration_ttl",
+            "sweep_interval",
+        ):
+            _check(getattr(self, name) > 0, name, "must be above 0")
+        for name in (
+            "max_in_flight",
+            "max_items",
+            "max_chunks",
+            "max_slots",
+            "max_sessions",
+            "max_registrations",
+        ):
+            _check(getattr(self, name) >= 1, name, "must be at least 1")
+        _check(MIB + 4096 <= self.max_message < 1 << 31, "max_message", "must be from 1MiB + 4KiB to 2GiB")
+
+
+def _check(good: bool, name: str, problem: str) -> None:
+    if not good:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} {problem}.", setting=name)

@@ -1,0 +1,79 @@
+"""A bounded log of what was stored and removed, and its readers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+@dataclass(frozen=True, slots=True)
+class LoggedEvent:
+    """`kind` is "store", "delete" or "clear". `namespace_id` is the base namespace's root, to filter by."""
+
+    sequence: int
+    kind: str
+    key: bytes
+    size_bytes: int
+    parent: bytes
+    root: bytes
+    namespace_id: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class EventPage:
+    """`lost` says that events between the last page and this one were dropped."""
+
+    events: tuple[LoggedEvent, ...]
+    sequence: int
+    lost: bool
+
+
+class EventLog:
+    """Sequences start at 1 and have no gaps. The oldest events go when `capacity` is reached."""
+
+    def __init__(self, capacity: int = 32768) -> None:
+        self._events: deque[LoggedEvent] = deque(maxlen=capacity)
+        self._sequence = 0
+        self._news = asyncio.Event()
+
+    @property
+    def sequence(self) -> int:
+        return self._sequence
+
+    def append(
+        self, kind: str, key: bytes, size_bytes: int, parent: bytes, root: bytes, namespace_id: bytes
+    ) -> None:
+        self._sequence += 1
+        self._events.append(LoggedEvent(self._sequence, kind, key, size_bytes, parent, root, namespace_id))
+        self._news.set()
+
+    def after(self, sequence: int, limit: int) -> EventPage:
+        """Up to `limit` events after `sequence`."""
+        if sequence > self._sequence:
+            return EventPage((), self._sequence, lost=True)
+        missing = self._sequence - sequence
+        held = len(self._events)
+        lost = missing > held
+        start = 0 if lost else held - missing
+        page = tuple(self._events[index] for index in range(start, min(start + limit, held)))
+        return EventPage(page, page[-1].sequence if page else self._sequence, lost)
+
+    async def follow(self, sequence: int, idle: float, limit: int = 1000) -> AsyncIterator[EventPage]:
+        """Pages from after `sequence` on, for ever; an empty page after `idle` seconds without news."""
+        position = sequence
+        while True:
+            page = self.after(position, limit)
+            if page.events or page.lost:
+                position = page.sequence
+                yield page
+                continue
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), idle)
+            except TimeoutError:
+                yield EventPage((), position, lost=False)

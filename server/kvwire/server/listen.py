@@ -1,0 +1,163 @@
+"""Where the server may be reached: addresses, socket files, TLS, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import os
+import socket
+import stat
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import grpc
+
+from kvwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvwire.server.config import ServerConfig
+
+MAX_SOCKET_PATH = 107
+"""Bytes of a socket file's path that Linux takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class UnixAddress:
+    path: str
+
+    @property
+    def target(self) -> str:
+        return f"unix:{self.path}"
+
+    is_local = True
+
+
+@dataclass(frozen=True, slots=True)
+class TcpAddress:
+    host: str
+    port: int
+
+    @property
+    def target(self) -> str:
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"{host}:{self.port}"
+
+    @property
+    def is_local(self) -> bool:
+        if self.host == "localhost":
+            return True
+        try:
+            return ipaddress.ip_address(self.host).is_loopback
+        except ValueError:
+            return False
+
+
+Address = UnixAddress | TcpAddress
+
+
+def parse_address(text: str) -> Address:
+    """`unix:PATH` or `HOST:PORT` (IPv6 in brackets, port 0 for a free one). Raises ConfigError."""
+    if text.startswith("unix:"):
+        path = os.path.abspath(text.removeprefix("unix:").removeprefix("//"))
+        if text == "unix:" or len(os.fsencode(path)) > MAX_SOCKET_PATH:
+            raise ConfigError(
+                f"--listen {text}: a socket path has 1 to {MAX_SOCKET_PATH} bytes.", setting="listen"
+            )
+        return UnixAddress(path)
+    host, colon, port = text.rpartition(":")
+    if not colon or not host or not port.isdecimal() or int(port) > 65535:
+        raise ConfigError(f"--listen {text}: write unix:PATH or HOST:PORT.", setting="listen")
+    return TcpAddress(host.strip("[]"), int(port))
+
+
+def check_exposure(address: Address, config: ServerConfig) -> None:
+    """Refuse an address that other hosts reach without credentials. Raises ConfigError."""
+    protected = bool(config.tls_cert) and bool(config.tls_client_ca or config.token_file)
+    if address.is_local or protected or config.insecure_bind:
+        return
+    raise ConfigError(
+        f"--listen {address.target} is reachable from other hosts: give --tls-cert and --tls-key with --tls-client-ca or "
+        "--token-file, or say --insecure-bind if the network is trusted.",
+        setting="listen",
+    )
+
+
+def bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None) -> Address:
+    """Bind and return the address with its real port. An address in use is a ConfigError, never shared."""
+    if isinstance(address, UnixAddress):
+        clear_dead_socket(address.path)
+        with _umask(0o177):
+            _add_port(server, address, None)
+        os.chmod(address.path, 0o600)
+        return address
+    port = _add_port(server, address, credentials)
+    return TcpAddress(address.host, port)
+
+
+def clear_dead_socket(path: str) -> None:
+    """Remove the socket file of a server that is gone. A live one, or another kind of file, is a ConfigError."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        parent = Path(path).parent
+        if not parent.is_dir():
+            raise ConfigError(
+                f"--listen unix:{path}: the folder {parent} does not exist.", setting="listen"
+            ) from None
+        return
+    if not stat.S_ISSOCK(mode):
+        raise ConfigError(f"--listen unix:{path}: there is a file of another kind.", setting="listen")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(2)
+        try:
+            probe.connect(path)
+        except (ConnectionRefusedError, FileNotFoundError):
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
+            return
+        except OSError as error:
+            raise ConfigError(f"--listen unix:{path}: {error.strerror}.", setting="listen") from error
+    raise ConfigError(f"--listen unix:{path}: another server is running there.", setting="listen")
+
+
+def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+    """TLS or mTLS credentials, or None without --tls-cert. Raises ConfigError for unreadable files."""
+    if not config.tls_cert:
+        return None
+    ca = read_file(config.tls_client_ca, "tls_client_ca") if config.tls_client_ca else None
+    return grpc.ssl_server_credentials(
+        [(read_file(config.tls_key, "tls_key"), read_file(config.tls_cert, "tls_cert"))],
+        root_certificates=ca,
+        require_client_auth=ca is not None,
+    )
+
+
+def read_file(path: str, name: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        flag = "--" + name.replace("_", "-")
+        raise ConfigError(f"{flag} {path}: {error.strerror}.", setting=name) from error
+
+
+def _add_port(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None) -> int:
+    try:
+        if credentials is None:
+            return server.add_insecure_port(address.target)
+        return server.add_secure_port(address.target, credentials)
+    except RuntimeError as error:
+        raise ConfigError(
+            f"--listen {address.target}: the address is in use or not on this host.", setting="listen"
+        ) from error
+
+
+@contextlib.contextmanager
+def _umask(mask: int) -> Iterator[None]:
+    before = os.umask(mask)
+    try:
+        yield
+    finally:
+        os.umask(before)
