@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TypeVar, cast
+from typing import TypeVar
 
 from kvwire.errors import ConfigError
 
@@ -12,9 +12,10 @@ T = TypeVar("T")
 DATA_PATHS = ("shm", "ucx-local", "ucx-remote", "inline")
 
 
-def setting(help: str, default: T) -> T:
+def setting(text: str, default: T) -> T:
     """A dataclass field whose help text `kvwire server --help`, `config show` and the docs share."""
-    return cast("T", field(default=default, metadata={"help": help}))
+    found: T = field(default=default, metadata={"help": text})
+    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -46,7 +46,14 @@ class EventLog:
         return self._sequence
 
     def append(
-        self, kind: str, key: bytes, size_bytes: int, parent: bytes, root: bytes, namespace_id: bytes
+        self,
+        kind: str,
+        key: bytes = b"",
+        *,
+        size_bytes: int = 0,
+        parent: bytes = b"",
+        root: bytes = b"",
+        namespace_id: bytes = b"",
     ) -> None:
         self._sequence += 1
         self._events.append(LoggedEvent(self._sequence, kind, key, size_bytes, parent, root, namespace_id))

@@ -90,7 +90,7 @@ class Guard:
             except asyncio.CancelledError:
                 code = "CANCELLED"
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets a status
                 code = "INTERNAL"
                 await self._abort(context, _internal(method, error))
             finally:
@@ -117,7 +117,7 @@ class Guard:
             except (asyncio.CancelledError, GeneratorExit):
                 code = "CANCELLED"
                 raise
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets a status
                 code = "INTERNAL"
                 await self._abort(context, _internal(method, error))
             finally:
@@ -133,7 +133,7 @@ class Guard:
         if limited and self.in_flight > self.max_in_flight:
             self.rejected += 1
             raise Overloaded(
-                f"{self.in_flight} calls are in flight and {self.max_in_flight} are allowed: repeat the call in a moment.",
+                f"{self.in_flight} calls are in flight and {self.max_in_flight} are allowed: repeat in a moment.",
                 in_flight=self.in_flight,
                 allowed=self.max_in_flight,
             )
@@ -189,13 +189,13 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort_with_status(rpc_status(error))
 
-        self._refuse = grpc.unary_unary_rpc_method_handler(refuse)
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
-        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any]]],
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[grpc.RpcMethodHandler[Any, Any] | None]],
         handler_call_details: grpc.HandlerCallDetails,
-    ) -> grpc.RpcMethodHandler[Any, Any]:
+    ) -> grpc.RpcMethodHandler[Any, Any] | None:
         if handler_call_details.method.startswith("/grpc.health.v1.Health/") or self._valid(
             handler_call_details
         ):

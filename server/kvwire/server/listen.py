@@ -61,7 +61,7 @@ Address = UnixAddress | TcpAddress
 def parse_address(text: str) -> Address:
     """`unix:PATH` or `HOST:PORT` (IPv6 in brackets, port 0 for a free one). Raises ConfigError."""
     if text.startswith("unix:"):
-        path = os.path.abspath(text.removeprefix("unix:").removeprefix("//"))
+        path = str(Path(text.removeprefix("unix:").removeprefix("//")).absolute())
         if text == "unix:" or len(os.fsencode(path)) > MAX_SOCKET_PATH:
             raise ConfigError(
                 f"--listen {text}: a socket path has 1 to {MAX_SOCKET_PATH} bytes.", setting="listen"
@@ -79,8 +79,8 @@ def check_exposure(address: Address, config: ServerConfig) -> None:
     if address.is_local or protected or config.insecure_bind:
         return
     raise ConfigError(
-        f"--listen {address.target} is reachable from other hosts: give --tls-cert and --tls-key with --tls-client-ca or "
-        "--token-file, or say --insecure-bind if the network is trusted.",
+        f"--listen {address.target} is reachable from other hosts: give --tls-cert and --tls-key with "
+        "--tls-client-ca or --token-file, or say --insecure-bind if the network is trusted.",
         setting="listen",
     )
 
@@ -91,14 +91,14 @@ def bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCred
         clear_dead_socket(address.path)
         with _umask(0o177):
             _add_port(server, address, None)
-        os.chmod(address.path, 0o600)
+        Path(address.path).chmod(0o600)
         return address
     port = _add_port(server, address, credentials)
     return TcpAddress(address.host, port)
 
 
 def clear_dead_socket(path: str) -> None:
-    """Remove the socket file of a server that is gone. A live one, or another kind of file, is a ConfigError."""
+    """Remove the socket file of a server that is gone. A live one, or any other file, is a ConfigError."""
     try:
         mode = os.lstat(path).st_mode
     except FileNotFoundError:
@@ -115,8 +115,7 @@ def clear_dead_socket(path: str) -> None:
         try:
             probe.connect(path)
         except (ConnectionRefusedError, FileNotFoundError):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path)
+            Path(path).unlink(missing_ok=True)
             return
         except OSError as error:
             raise ConfigError(f"--listen unix:{path}: {error.strerror}.", setting="listen") from error
