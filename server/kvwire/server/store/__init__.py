@@ -1,0 +1,29 @@
+"""The memory tier: index, allocation, eviction. Pure; time and ownership are the engine's business."""
+
+from __future__ import annotations
+
+from kvwire.server.store.allocator import ExtentAllocator
+from kvwire.server.store.boundary import Hit
+from kvwire.server.store.events import RemovedChunk, StoredChunk, StoreListener
+from kvwire.server.store.l1 import L1Store
+from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
+from kvwire.server.store.policy import POLICIES, ArcPolicy, EvictionPolicy, LruPolicy, make_policy
+
+__all__ = [
+    "POLICIES",
+    "ArcPolicy",
+    "Chunk",
+    "EvictionPolicy",
+    "ExtentAllocator",
+    "Hit",
+    "L1Store",
+    "LruPolicy",
+    "ObjectRef",
+    "ObjectState",
+    "RemovedChunk",
+    "Space",
+    "StoreListener",
+    "StoredChunk",
+    "StoredObject",
+    "make_policy",
+]

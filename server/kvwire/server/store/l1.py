@@ -1,0 +1,346 @@
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.server.store.boundary import Hit, last_boundary
+from kvwire.server.store.events import RemovedChunk, StoredChunk
+from kvwire.server.store.integrity import check_store
+from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
+from kvwire.server.store.tree import PrefixTree
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Sequence
+
+    from kvwire.server.store.allocator import ExtentAllocator
+    from kvwire.server.store.events import StoreListener
+    from kvwire.server.store.policy import EvictionPolicy
+
+_EVERYTHING = 1 << 62
+
+
+class L1Store:
+    """Index, memory and eviction of one arena. It knows pins and states, not who holds them.
+
+    The unit of eviction is the chunk with all its shards. Bytes are exact: resident + reserved + quarantined
+    is what the allocator has handed out.
+    """
+
+    def __init__(
+        self, allocator: ExtentAllocator, policy: EvictionPolicy, listener: StoreListener | None = None
+    ) -> None:
+        self.allocator = allocator
+        self.policy = policy
+        self.listener = listener
+        self.tree = PrefixTree(policy)
+        self.resident_bytes = 0
+        self.reserved_bytes = 0
+        self.quarantined_bytes = 0
+        self.resident_objects = 0
+        self.evictable_bytes = 0
+        self.evicted_chunks = 0
+        self.evicted_bytes = 0
+        self._index = self.tree.index
+
+    def __len__(self) -> int:
+        return len(self._index)
+
+    def chunks(self) -> Iterator[Chunk]:
+        return iter(self._index.values())
+
+    def get(self, key: bytes, space: Space | None = None) -> Chunk | None:
+        chunk = self._index.get(key)
+        return chunk if chunk is None or space is None or chunk.space is space else None
+
+    def find(self, space: Space, keys: Sequence[bytes]) -> Hit:
+        """Where a prompt of these chunks can resume. Changes nothing."""
+        need = space.shards.full_mask
+        if not need:
+            return self._find_in_windows(space, keys)
+        get = self._index.get
+        chunks: list[Chunk] = []
+        for key in keys:
+            chunk = get(key)
+            if chunk is None or chunk.mask & need != need or chunk.space is not space:
+                break
+            chunks.append(chunk)
+        if space.shards.windows:
+            del chunks[last_boundary(space.shards.windows, chunks) :]
+        return Hit(len(chunks), 0, chunks)
+
+    def pin(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            if not chunk.pins:
+                self.evictable_bytes -= chunk.size
+            chunk.pins += 1
+
+    def unpin(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in chunks:
+            chunk.pins -= 1
+            if not chunk.pins:
+                self._became_idle(chunk)
+
+    def refresh(self, chain: Sequence[Chunk | None]) -> int:
+        """Renew the recency of a chain, head first (None: not there yet). Returns its earliest stamp.
+
+        The i-th of n gets the returned stamp + n - 1 - i, which a chunk created in its place takes too.
+        """
+        stamps = self.policy.stamps(len(chain))
+        for chunk, stamp in zip(chain, stamps, strict=True):
+            if chunk is not None:
+                chunk.stamp = stamp
+        return stamps.stop + 1
+
+    def fits(self, size: int) -> bool:
+        """Whether an object of this size could ever be stored."""
+        return self.allocator.rounded(size) <= self.allocator.capacity
+
+    def lookup_object(self, space: Space, key: bytes, shard: int) -> StoredObject | None:
+        chunk = self._index.get(key)
+        return None if chunk is None or chunk.space is not space else chunk.shards[shard]
+
+    def reserve(
+        self,
+        space: Space,
+        key: bytes,
+        parent_key: bytes,
+        shard: int,
+        *,
+        lease_id: int,
+        stamp: int,
+        protect: int,
+    ) -> StoredObject | None:
+        """A slot for an absent object, pinned until commit, abort or quarantine. None: no memory for it.
+
+        Evicts what it must, but no chunk with a stamp from `protect` on, and nothing if that could not help.
+        """
+        chunk = self._index.get(key)
+        if chunk is not None and chunk.space is not space and not self._drop_stale(chunk, space):
+            return None
+        size = space.shards.object_bytes[shard % space.shards.num_groups]
+        offset = self._make_room(size, protect)
+        # Making room may have evicted the chunk itself, unless the caller has refreshed it.
+        chunk = self._index.get(key)
+        if offset is None:
+            if chunk is not None:
+                self._note_gap(chunk)
+            return None
+        if chunk is None:
+            chunk = self.tree.add(key, parent_key, space, stamp)
+        extent = self.allocator.rounded(size)
+        stored = StoredObject(chunk, shard, offset, size, extent, lease_id)
+        chunk.shards[shard] = stored
+        self.pin((chunk,))
+        self.reserved_bytes += extent
+        return stored
+
+    def commit(self, stored: StoredObject, checksum: bytes = b"", tokens: bytes = b"") -> None:
+        """Make a reserved object resident."""
+        _expect(stored, ObjectState.RESERVED)
+        chunk = stored.chunk
+        first = chunk.size == 0
+        stored.state = ObjectState.RESIDENT
+        stored.checksum = checksum
+        chunk.mask |= 1 << stored.shard
+        chunk.size += stored.extent
+        self.reserved_bytes -= stored.extent
+        self.resident_bytes += stored.extent
+        self.resident_objects += 1
+        chunk.space.resident_bytes += stored.extent
+        if first:
+            self.policy.inserted(chunk)
+        else:
+            self.policy.resized(chunk, stored.extent)
+        if chunk.is_complete:
+            self._completed(chunk, tokens)
+        self.unpin((chunk,))
+
+    def abort(self, stored: StoredObject) -> None:
+        """Free a reserved object that its writer will not touch again."""
+        self._withdraw(stored, ObjectState.FREED)
+        self.allocator.free(stored.offset)
+
+    def quarantine(self, stored: StoredObject) -> None:
+        """Take a reserved object out of the index; its memory stays taken until `release`."""
+        self._withdraw(stored, ObjectState.QUARANTINED)
+        self.quarantined_bytes += stored.extent
+
+    def release(self, stored: StoredObject) -> None:
+        """Free a quarantined object."""
+        _expect(stored, ObjectState.QUARANTINED)
+        stored.state = ObjectState.FREED
+        self.quarantined_bytes -= stored.extent
+        self.allocator.free(stored.offset)
+
+    def ref(self, stored: StoredObject) -> ObjectRef:
+        rank, group = divmod(stored.shard, stored.chunk.space.shards.num_groups)
+        return ObjectRef(
+            stored.chunk.key, rank, group, stored.offset, stored.size, stored.lease_id, stored.checksum
+        )
+
+    def resolve(self, ref: ObjectRef) -> StoredObject | None:
+        """The object that a reference names, if it is still resident."""
+        chunk = self._index.get(ref.key)
+        if chunk is None:
+            return None
+        shard = chunk.space.shards.shard(ref.rank, ref.group_index)
+        stored = chunk.shards[shard] if shard < len(chunk.shards) else None
+        if stored is None or stored.lease_id != ref.lease_id or stored.offset != ref.offset:
+            return None
+        return stored if stored.state is ObjectState.RESIDENT else None
+
+    def discard(self, stored: StoredObject) -> None:
+        """Make a resident object absent at once; while leases hold its chunk, its memory stays as it is."""
+        _expect(stored, ObjectState.RESIDENT)
+        chunk = stored.chunk
+        chunk.shards[stored.shard] = None
+        chunk.mask &= ~(1 << stored.shard)
+        chunk.dropped = (*chunk.dropped, stored)
+        self.resident_objects -= 1
+        if not chunk.is_complete:
+            self._gone(chunk, evicted=False)
+        self._note_gap(chunk)
+        if not chunk.pins:
+            self.evictable_bytes -= chunk.size
+            self._became_idle(chunk)
+
+    def evict_to(self, used_bytes: int, max_chunks: int = _EVERYTHING) -> int:
+        """Evict until at most `used_bytes` are in use, or nothing more can go. Returns the bytes freed."""
+        before = self.allocator.used
+        while self.allocator.used > used_bytes and max_chunks > 0:
+            victim = self._victim(_EVERYTHING)
+            if victim is None:
+                break
+            self._remove(victim, evicted=True)
+            max_chunks -= 1
+        return before - self.allocator.used
+
+    def clear(self, base_root: bytes | None = None) -> tuple[int, int]:
+        """Drop every chunk (of one base namespace) without pins. Returns (chunks dropped, chunks kept)."""
+        chosen = [chunk for chunk in self._index.values() if base_root in (None, chunk.space.base_root)]
+        idle = [chunk for chunk in chosen if not chunk.pins]
+        everything = len(idle) == len(self._index)
+        for chunk in idle:
+            # One event says it all when nothing is left.
+            chunk.announced = chunk.announced and not everything
+            self._remove(chunk, evicted=False)
+        if everything and self.listener:
+            self.listener.on_cleared()
+        return len(idle), len(chosen) - len(idle)
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless all accounting, links, masks and states agree. Slow."""
+        check_store(self)
+
+    def _find_in_windows(self, space: Space, keys: Sequence[bytes]) -> Hit:
+        found = [self.get(key, space) for key in keys]
+        boundary = last_boundary(space.shards.windows, found)
+        first = max(boundary - space.shards.windows[-1][0], 0)
+        return Hit(boundary, first, [chunk for chunk in found[first:boundary] if chunk is not None])
+
+    def _make_room(self, size: int, protect: int) -> int | None:
+        allocator = self.allocator
+        offset = allocator.allocate(size)
+        if offset is not None:
+            return offset
+        if allocator.free_bytes + self.evictable_bytes < allocator.rounded(size):
+            return None
+        while (victim := self._victim(protect)) is not None:
+            self._remove(victim, evicted=True)
+            offset = allocator.allocate(size)
+            if offset is not None:
+                return offset
+        return None
+
+    def _victim(self, protect: int) -> Chunk | None:
+        for chunk in self.tree.unreachable.values():
+            if not chunk.pins and chunk.stamp < protect:
+                return chunk
+        return self.policy.victim(protect) or self._inner_victim(protect)
+
+    def _inner_victim(self, protect: int) -> Chunk | None:
+        # Every leaf is pinned: a head whose tail is in use goes only when the pool has nothing else.
+        if not self.evictable_bytes:
+            return None
+        idle = [chunk for chunk in self._index.values() if not chunk.pins and chunk.stamp < protect]
+        return min(idle, key=lambda chunk: chunk.stamp, default=None)
+
+    def _remove(self, chunk: Chunk, *, evicted: bool) -> None:
+        self._gone(chunk, evicted=evicted)
+        self.policy.removed(chunk, evicted=evicted)
+        self.evictable_bytes -= chunk.size
+        if evicted:
+            self.evicted_chunks += 1
+            self.evicted_bytes += chunk.size
+        for index, stored in enumerate(chunk.shards):
+            if stored is not None:
+                chunk.shards[index] = None
+                self.resident_objects -= 1
+                self._free_resident(stored)
+        chunk.mask = 0
+        self.tree.remove(chunk)
+
+    def _became_idle(self, chunk: Chunk) -> None:
+        for stored in chunk.dropped:
+            self._free_resident(stored)
+            self.policy.resized(chunk, -stored.extent)
+        chunk.dropped = ()
+        if not chunk.size:
+            self.tree.remove(chunk)
+            return
+        self.evictable_bytes += chunk.size
+        if not chunk.children:
+            self.policy.offer(chunk)
+
+    def _free_resident(self, stored: StoredObject) -> None:
+        stored.state = ObjectState.FREED
+        stored.chunk.size -= stored.extent
+        stored.chunk.space.resident_bytes -= stored.extent
+        self.resident_bytes -= stored.extent
+        self.allocator.free(stored.offset)
+
+    def _withdraw(self, stored: StoredObject, state: ObjectState) -> None:
+        _expect(stored, ObjectState.RESERVED)
+        chunk = stored.chunk
+        stored.state = state
+        chunk.shards[stored.shard] = None
+        self.reserved_bytes -= stored.extent
+        self._note_gap(chunk)
+        self.unpin((chunk,))
+
+    def _note_gap(self, chunk: Chunk) -> None:
+        """A shard of this chunk will not come: unless complete without it, nothing can resume behind it."""
+        if not chunk.is_complete:
+            chunk.broken = True
+            self.tree.refile(chunk)
+
+    def _drop_stale(self, chunk: Chunk, space: Space) -> bool:
+        """Make way where a former layout of the same namespace left a chunk."""
+        if chunk.pins or chunk.space.root != space.root:
+            return False
+        self._remove(chunk, evicted=False)
+        return True
+
+    def _completed(self, chunk: Chunk, tokens: bytes) -> None:
+        chunk.broken = False
+        self.tree.refile(chunk)
+        if not chunk.announced:
+            chunk.announced = True
+            if self.listener:
+                space = chunk.space
+                self.listener.on_stored(
+                    StoredChunk(chunk.key, chunk.parent_key, space.root, space.base_root, chunk.size, tokens)
+                )
+
+    def _gone(self, chunk: Chunk, *, evicted: bool) -> None:
+        if chunk.announced:
+            chunk.announced = False
+            if self.listener:
+                space = chunk.space
+                self.listener.on_removed(
+                    RemovedChunk(chunk.key, space.root, space.base_root, chunk.size, evicted)
+                )
+
+
+def _expect(stored: StoredObject, state: ObjectState) -> None:
+    if stored.state is not state:
+        raise RuntimeError(f"object is {stored.state.name}, not {state.name}")
