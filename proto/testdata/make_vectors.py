@@ -123,6 +123,13 @@ def chains() -> list[dict[str, Any]]:
         chain("image 1", {"model": "m"}, 256, placeholders, [first]),
         chain("image 2 on the same tokens", {"model": "m"}, 256, placeholders, [second]),
         chain("image 1 one token later", {"model": "m"}, 256, placeholders, [shifted]),
+        chain(
+            "images that fill their chunks",
+            {"model": "m"},
+            4,
+            count[:16],
+            [image(IMAGE_1, 4, 4), image(IMAGE_2, 8, 4)],
+        ),
         chain("image over three chunks", {"model": "m"}, 4, count[:16], [image(IMAGE_1, 3, 6)]),
         chain("several inputs, sorted by start, digest, length", {"model": "m"}, 8, count[:24], several),
     ]

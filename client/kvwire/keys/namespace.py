@@ -16,8 +16,8 @@ _ROOT_DOMAIN = b"kvwire/chunk/v1"
 _SALT_DOMAIN = b"kvwire/salt/v1"
 _CHUNK_SIZE_FIELD = 8
 _DIGEST_FIELD = 9
-# Exactly the Unicode category Cc, which can never grow.
-_CONTROL = re.compile("[\x00-\x1f\x7f-\x9f]")
+# Exactly the Unicode category Cc, which can never grow, and what UTF-8 cannot hold.
+_ILLEGAL = re.compile("[\x00-\x1f\x7f-\x9f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,14 +87,9 @@ def salt_digest(salt: str) -> str:
 
 
 def _text(name: str, value: str) -> bytes:
-    try:
-        raw = value.encode()
-    except UnicodeEncodeError:
-        # The original error carries the whole value, which may be a salt.
-        raise InvalidArgument(name, "is not valid Unicode text") from None
-    if _CONTROL.search(value):
-        raise InvalidArgument(name, "contains a control character")
-    return _bounded(name, raw)
+    if _ILLEGAL.search(value):
+        raise InvalidArgument(name, "contains a control character or half a surrogate pair")
+    return _bounded(name, value.encode())
 
 
 def _bounded(name: str, raw: bytes) -> bytes:

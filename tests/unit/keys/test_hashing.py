@@ -63,6 +63,7 @@ class TestPacking:
         assert pack_tokens(wide[::3]) == pack_tokens([0, 3, 6, 9])
         doubled = bytes(byte for byte in pack_tokens([7, 8]) for _ in range(2))
         assert pack_tokens(memoryview(doubled)[::2]) == pack_tokens([7, 8])
+        assert chunk_keys(ROOT, memoryview(doubled)[::2], 1) == chunk_keys(ROOT, [7, 8], 1)
 
     @pytest.mark.parametrize(
         ("tokens", "position"),
@@ -137,6 +138,17 @@ class TestChunkKeys:
     def test_the_order_of_inputs_does_not_matter(self, ids, extras, chunk_size, random):
         shuffled = random.sample(extras, len(extras))
         assert chunk_keys(ROOT, ids, chunk_size, shuffled) == chunk_keys(ROOT, ids, chunk_size, extras)
+
+    @given(PROMPT, EXTRAS, st.integers(1, 9))
+    def test_a_key_takes_in_exactly_the_inputs_that_its_chunk_overlaps(self, ids, extras, chunk_size):
+        key = ROOT
+        for chunk, actual in enumerate(chunk_keys(ROOT, ids, chunk_size, extras)):
+            span = range(chunk * chunk_size, (chunk + 1) * chunk_size)
+            inside = [e for e in extras if any(e.start <= position < e.start + e.length for position in span)]
+            inside.sort(key=lambda e: (e.start, e.digest, e.length))
+            extra = b"".join(e.encode(span.start) for e in inside)
+            key = sha256(key + pack_tokens(ids[span.start : span.stop]) + extra).digest()
+            assert actual == key
 
     @given(PROMPT, EXTRAS, st.integers(1, 9))
     def test_an_input_changes_keys_from_its_first_chunk_on_and_no_key_before(self, ids, extras, chunk_size):

@@ -186,6 +186,7 @@ def test_bl55_an_error_never_quotes_a_salt(salt):
         root(Namespace("m", salt=salt), 256)
     error = caught.value
     assert "s3cret" not in "".join(traceback.format_exception(error)) + repr(error) + str(error.metadata)
+    assert error.__context__ is None
 
 
 @given(LEGAL_TEXT)

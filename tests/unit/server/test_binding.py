@@ -154,12 +154,16 @@ def test_an_interrupt_in_a_binder_leaves_a_binding_that_can_be_resumed():
         raise KeyboardInterrupt
 
     parts[3].during = interrupt
+    parts[1].failures_left = 1
+    with pytest.raises(BindingIncomplete):
+        binding.negotiate(256, "a")
     with pytest.raises(KeyboardInterrupt):
         binding.negotiate(256, "a")
+    assert states(binding) == ["bound", "bound", "bound", "pending", "pending"]
     with pytest.raises(ChunkSizeNotNegotiated):
         binding.require()
     assert binding.negotiate(256, "a").chunk_size == 256
-    assert [len(part.calls) for part in parts] == [1, 1, 1, 2, 1]
+    assert [len(part.calls) for part in parts] == [1, 2, 1, 2, 1]
 
 
 @pytest.mark.parametrize("alignment", [256, 544])
@@ -177,6 +181,7 @@ def test_a_call_from_inside_a_binder_is_refused_and_harms_nothing(alignment):
         part.during = reenter
     assert binding.negotiate(256, "outer") == BoundSize(256, 256, "outer")
     assert seen == [BindingIncomplete, ChunkSizeNotNegotiated] * 2
+    assert binding.bound == BoundSize(256, 256, "outer")
     assert [part.calls for part in parts] == [[256]] * len(parts)
 
 
