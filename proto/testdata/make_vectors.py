@@ -104,6 +104,7 @@ def chains() -> list[dict[str, Any]]:
         image("04", 3, 2**40),
     ]
     return [
+        chain("the example of docs/keys.md", {"model": "m"}, 4, count[:10], [image("aabb", 6, 4)]),
         chain("model only", {"model": "m"}, 256, count, []),
         chain("every field", full, 256, count, []),
         chain("another chunk size", {"model": "m"}, 544, count, []),
@@ -158,8 +159,8 @@ def block_hashes() -> list[dict[str, Any]]:
 
 
 def salts() -> list[dict[str, str]]:
-    digests = []
-    for salt in ("", "red", "tenant-7", "mandant-ä"):
+    digests = [{"salt": "", "digest": ""}]
+    for salt in ("red", "tenant-7", "mandant-ä"):
         raw = salt.encode("utf-8")
         digests.append({"salt": salt, "digest": sha(b"kvwire/salt/v1" + u32(len(raw)) + raw).hex()[:16]})
     return digests
@@ -171,7 +172,7 @@ def refused() -> list[dict[str, Any]]:
         ({"model": "m" * 513}, "model"),
         ({"model": "m", "revision": "a\nb"}, "revision"),
         ({"model": "m", "kv_dtype": "\t"}, "kv_dtype"),
-        ({"model": "m", "layout_fingerprint": "00" * 513}, "layout_fingerprint"),
+        ({"model": "m", "layout_fingerprint": "00" * 65}, "layout_fingerprint"),
         ({"model": "m", "adapter": "a\u0085"}, "adapter"),
         ({"model": "m", "adapter_revision": "\u007f"}, "adapter_revision"),
         ({"model": "m", "salt": "a\u0000b"}, "salt"),

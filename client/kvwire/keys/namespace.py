@@ -11,6 +11,7 @@ from kvwire.errors import DigestUnsupported, InvalidArgument
 DIGEST_FUNCTION: Final = "sha256"
 DIGEST_SIZE: Final = 32
 MAX_FIELD_BYTES: Final = 512
+MAX_FINGERPRINT_BYTES: Final = 64
 
 _ROOT_DOMAIN = b"kvwire/chunk/v1"
 _SALT_DOMAIN = b"kvwire/salt/v1"
@@ -38,7 +39,8 @@ class Namespace:
     def validate(self) -> None:
         """Raise InvalidArgument, naming the field and never quoting its value, unless every field is legal.
 
-        `model` has 1 to 512 bytes of UTF-8, every other field 0 to 512 bytes; text has no control characters.
+        Text has at most 512 bytes of UTF-8 without control characters, and `model` at least one byte; the
+        layout fingerprint has at most 64 bytes.
         """
         self.encoded_fields()
 
@@ -48,7 +50,7 @@ class Namespace:
             _text("model", self.model),
             _text("revision", self.revision),
             _text("kv_dtype", self.kv_dtype),
-            _bounded("layout_fingerprint", self.layout_fingerprint),
+            _bounded("layout_fingerprint", self.layout_fingerprint, MAX_FINGERPRINT_BYTES),
             _text("adapter", self.adapter),
             _text("adapter_revision", self.adapter_revision),
             _text("salt", self.salt),
@@ -81,18 +83,20 @@ def root(namespace: Namespace, chunk_size: int) -> bytes:
 
 
 def salt_digest(salt: str) -> str:
-    """16 hex characters that stand for a tenant in quotas and listings; the empty salt has one too."""
+    """16 hex characters that stand for a tenant in quotas and listings; empty for the empty salt."""
     raw = _text("salt", salt)
+    if not raw:
+        return ""
     return sha256(_SALT_DOMAIN + pack("<I", len(raw)) + raw).hexdigest()[:16]
 
 
 def _text(name: str, value: str) -> bytes:
     if _ILLEGAL.search(value):
         raise InvalidArgument(name, "contains a control character or half a surrogate pair")
-    return _bounded(name, value.encode())
+    return _bounded(name, value.encode(), MAX_FIELD_BYTES)
 
 
-def _bounded(name: str, raw: bytes) -> bytes:
-    if len(raw) > MAX_FIELD_BYTES:
-        raise InvalidArgument(name, f"has {len(raw)} bytes; at most {MAX_FIELD_BYTES} are allowed")
+def _bounded(name: str, raw: bytes, limit: int) -> bytes:
+    if len(raw) > limit:
+        raise InvalidArgument(name, f"has {len(raw)} bytes; at most {limit} are allowed")
     return raw

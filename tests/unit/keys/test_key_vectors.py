@@ -103,6 +103,18 @@ def test_refused_tokens(tokens):
         pack_tokens(tokens)
 
 
+def test_the_page_shows_the_bytes_of_its_example():
+    page = (REPOSITORY / "docs/keys.md").read_text()
+    example = next(vector for vector in VECTORS["chains"] if "docs/keys.md" in vector["name"])
+    shown = [
+        example["canonical_encoding"],
+        example["root"],
+        *filter(None, example["extra"]),
+        *example["keys"],
+    ]
+    assert [value for value in shown if value not in page] == []
+
+
 def test_the_digest_function_is_the_vectors():
     assert VECTORS["digest_function"] == DIGEST_FUNCTION
 
