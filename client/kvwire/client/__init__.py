@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from kvwire.client.aio import AsyncClient
 from kvwire.client.attach import AttachStream
 from kvwire.client.channel import MAX_MESSAGE_BYTES, Target, TlsConfig, parse_target
 from kvwire.client.client import Client
@@ -38,6 +39,7 @@ from kvwire.client.types import (
 __all__ = [
     "DEADLINES",
     "MAX_MESSAGE_BYTES",
+    "AsyncClient",
     "AttachEvent",
     "AttachStream",
     "ChunkRange",
