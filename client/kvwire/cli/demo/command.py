@@ -1,0 +1,70 @@
+"""`kvwire demo`."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Literal
+
+from cyclopts import App, Parameter
+
+from kvwire.cli.demo import children, report
+from kvwire.cli.demo.scenario import Options, play
+from kvwire.cli.demo.steps import Steps
+from kvwire.errors import ConfigError
+
+TEXT = """One engine stores a prompt's KV, a fresh one finds it: real vLLM, a real model, a real document.
+
+Starts a cache server, runs vLLM engine A and then a fresh engine B on this project's LICENSE, and B once
+more without kvwire, each in a process of its own, in float32. The model (Gemma 3 270M, Gemma Terms of Use) is
+downloaded on first use and kept in the user's cache folder. Exit status 0: the outputs are identical, at
+least 90 % of B's prompt came from kvwire, and the bytes went by the path asked for.
+"""
+
+command = App(name="demo", help=TEXT, help_format="plaintext", version_flags=())
+
+
+@command.default
+def demo(
+    *,
+    path: Annotated[
+        Literal["shm", "ucx", "inline"], Parameter(help="How the bytes move between engine and server.")
+    ] = "shm",
+    model: Annotated[
+        Path | None, Parameter(help="Folder of another model, in Hugging Face's format.", show_default=False)
+    ] = None,
+    document: Annotated[
+        Path | None, Parameter(help="Another text for the prompt.", show_default=False)
+    ] = None,
+    max_tokens: Annotated[int, Parameter(help="Tokens to generate.")] = 32,
+    l1_size: Annotated[str, Parameter(help="Size of the server's memory tier.")] = "1GiB",
+    json: Annotated[bool, Parameter(help="Print the outcome as JSON.", negative=())] = False,
+) -> int:
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "The demo runs real vLLM, which is not installed here. In a clone of the repository `make demo` "
+            "installs it for the CPU; elsewhere install vLLM beside kvwire.",
+            extra="vllm",
+        )
+    options = Options(path, model, document, max_tokens, l1_size)
+    work = Path(tempfile.mkdtemp(prefix="kvwire-demo-"))
+    keep = False
+    try:
+        outcome = play(options, work, Steps())
+        if json:
+            sys.stdout.write(report.as_json(outcome) + "\n")
+        else:
+            report.print_table(outcome)
+        keep = bool(outcome.problems)
+    except (children.ChildFailed, TimeoutError) as error:
+        sys.stderr.write(f"kvwire demo: {error}\n")
+        keep = True
+    finally:
+        if not keep:
+            shutil.rmtree(work, ignore_errors=True)
+    if keep:
+        sys.stderr.write(f"The logs of the server and the engines are in {work}\n")
+    return int(keep)
