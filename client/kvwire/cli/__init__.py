@@ -1,2 +1,1 @@
-"""The command `kvwire`. Programs that need a server find it by entry point, so that this portion imports
-none."""
+"""The command `kvwire`. It finds the programs by entry point, so that this portion imports no server."""
