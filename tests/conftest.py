@@ -15,8 +15,13 @@ from pathlib import Path
 
 import pytest
 import pytest_asyncio
+from hypothesis import settings
 
 from support import leaks
+
+# No deadline: on a shared machine a slow example says nothing. In CI the same examples every time.
+settings.register_profile("kvwire", deadline=None, print_blob=True, derandomize="CI" in os.environ)
+settings.load_profile("kvwire")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
