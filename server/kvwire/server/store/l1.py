@@ -195,6 +195,7 @@ class L1Store:
         chunk.shards[stored.shard] = None
         chunk.mask &= ~(1 << stored.shard)
         chunk.dropped = (*chunk.dropped, stored)
+        stored.state = ObjectState.DROPPED
         self.resident_objects -= 1
         if not chunk.is_complete:
             self._gone(chunk, evicted=False)

@@ -9,12 +9,17 @@ if TYPE_CHECKING:
 
 
 class ObjectState(IntEnum):
-    """RESERVED -> RESIDENT -> FREED; a write that ends without commit may pass through QUARANTINED."""
+    """RESERVED -> RESIDENT -> FREED.
+
+    A write that ends without commit may pass through QUARANTINED, what is discarded under a lease through
+    DROPPED.
+    """
 
     RESERVED = 1
     RESIDENT = 2
     QUARANTINED = 3
-    FREED = 4
+    DROPPED = 4
+    FREED = 5
 
 
 @dataclass(slots=True, eq=False)
