@@ -6,7 +6,6 @@ this is the only check of what is really shipped.
 
 from __future__ import annotations
 
-import argparse
 import subprocess
 import sys
 import tempfile
@@ -79,9 +78,6 @@ def check_contents(wheel: Path) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--keep", type=Path, help="copy the wheel into this folder when everything held")
-    keep = parser.parse_args().keep
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         wheel = build(folder)
@@ -101,9 +97,6 @@ def main() -> int:
         inside("-W", "error", "-c", IMPORT_ALL, *portions())
         subprocess.run([folder / "venv" / "bin" / "kvwire", "--help"], check=True, stdout=subprocess.DEVNULL)
         print("kvwire --help answers")
-        if keep:
-            keep.mkdir(parents=True, exist_ok=True)
-            wheel.replace(keep / wheel.name)
     return 0
 
 

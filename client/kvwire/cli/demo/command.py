@@ -24,6 +24,11 @@ downloaded on first use and kept in the user's cache folder. Exit status 0: the 
 least 90 % of B's prompt came from kvwire, and the bytes went by the path asked for.
 """
 
+MODEL_HELP = (
+    "Folder of another model, in Hugging Face's format. Without it: Gemma 3 270M, under the Gemma Terms of Use, "
+    "downloaded on first use into the cache folder."
+)
+
 command = App(name="demo", help=TEXT, help_format="plaintext", version_flags=())
 
 
@@ -33,9 +38,7 @@ def demo(
     path: Annotated[
         Literal["shm", "ucx", "inline"], Parameter(help="How the bytes move between engine and server.")
     ] = "shm",
-    model: Annotated[
-        Path | None, Parameter(help="Folder of another model, in Hugging Face's format.", show_default=False)
-    ] = None,
+    model: Annotated[Path | None, Parameter(help=MODEL_HELP, show_default=False)] = None,
     document: Annotated[
         Path | None, Parameter(help="Another text for the prompt.", show_default=False)
     ] = None,
