@@ -25,8 +25,8 @@ least 90 % of B's prompt came from kvwire, and the bytes went by the path asked 
 """
 
 MODEL_HELP = (
-    "Folder of another model, in Hugging Face's format. Without it: Gemma 3 270M, under the Gemma Terms of Use, "
-    "downloaded on first use into the cache folder."
+    "Folder of another model, in Hugging Face's format. Without it: Gemma 3 270M, under the Gemma Terms of "
+    "Use, downloaded on first use into the cache folder."
 )
 
 command = App(name="demo", help=TEXT, help_format="plaintext", version_flags=())
