@@ -63,6 +63,21 @@ class Client:
         """End calls in flight and the connection. Idempotent."""
         self._connection.close()
 
+    def reset(self) -> None:
+        """End calls in flight and connect anew at the next call."""
+        self._connection.reset()
+
+    def clone(self) -> Client:
+        """Another client of the same server, with a connection of its own."""
+        config = self._connection.config
+        return Client(
+            str(self.target),
+            tls=config.tls,
+            token=config.token,
+            client_name=self.client_name,
+            deadlines=self.deadlines.as_dict(),
+        )
+
     def channel(self) -> grpc.Channel:
         """The gRPC channel, for other services on the same address."""
         return self._connection.channel()
@@ -292,7 +307,7 @@ class Client:
             raise self._error(exc, call.method, seconds) from None
         except ValueError:
             # What a channel says that was closed in the meantime.
-            raise Unavailable(f"This client of {self.target} is closed: make a new one.") from None
+            raise Unavailable(f"The connection to {self.target} was closed.") from None
         self.state.see(reply.header.incarnation)
         return call.parse(reply, sent)
 

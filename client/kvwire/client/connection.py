@@ -61,14 +61,18 @@ class Connection:
             raise closed_error(self.config)
         return channel
 
-    def close(self) -> None:
-        """End calls in flight and the connection. Later calls fail."""
+    def reset(self) -> None:
+        """End calls in flight and the connection. The next call connects anew."""
         with self._lock:
             channel, self._channel = self._channel, None
             self._stubs = {}
-            self._closed = True
         if channel is not None:
             channel.close()
+
+    def close(self) -> None:
+        """As `reset`, but later calls fail."""
+        self._closed = True
+        self.reset()
 
     def _open(self) -> dict[str, Any]:
         with self._lock:

@@ -67,5 +67,8 @@ class Deadlines:
                 raise ConfigError(f"The deadline of {method} must be above 0 s, not {seconds}.")
         self._seconds = {**DEADLINES, **(overrides or {})}
 
+    def as_dict(self) -> dict[str, float]:
+        return dict(self._seconds)
+
     def __getitem__(self, method: str) -> float:
         return self._seconds[method]

@@ -59,9 +59,8 @@ def batches(items: Sequence[T], limits: Limits) -> Iterator[Sequence[T]]:
 def cut(item: TransferItem, limits: Limits, num_groups: int) -> list[TransferItem]:
     """The same objects as items that are each below the limits, by ranges of chunks in order."""
     chunks = item.target.chunk_count
-    slots = slots_of(item, num_groups)
-    per_chunk = -(-slots // max(chunks, 1))
-    step = min(limits.max_chunks or chunks, max((_slot_limit(limits) or slots) // max(per_chunk, 1), 1))
+    per_chunk = len(item.ranges) or max(num_groups, 1)
+    step = min(limits.max_chunks or chunks, max(_slot_limit(limits) // per_chunk, 1))
     if chunks <= step:
         return [item]
     parts = [_part(item, first, min(step, chunks - first)) for first in range(0, chunks, step)]
