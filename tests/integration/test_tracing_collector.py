@@ -18,7 +18,7 @@ class Collector(trace_service_pb2_grpc.TraceServiceServicer):
     def __init__(self):
         self.requests = []
 
-    def Export(self, request, context):  # noqa: N802
+    def Export(self, request, context):
         self.requests.append(request)
         return trace_service_pb2.ExportTraceServiceResponse()
 

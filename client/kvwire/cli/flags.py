@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+import re
+from typing import TYPE_CHECKING, Annotated, Any, Concatenate, ParamSpec, TypeVar
 
 from cyclopts import App, Parameter
 
@@ -13,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 S = TypeVar("S")
+P = ParamSpec("P")
+R = TypeVar("R")
 
 PROGRAMS: dict[str, type] = {}
 """Section -> settings of the programs whose command has been loaded, for `kvwire config show`."""
@@ -23,31 +26,67 @@ CONFIG_FLAG = "config_file"
 def settings_command(
     name: str, cls: type[S], run: Callable[[S], int | None], *, text: str, section: str = ""
 ) -> App:
-    """A command with one flag per setting. `text` is its help; `run` returns the exit code."""
+    """A program's command: one flag per setting. `text` is its help; `run` returns the exit code."""
     PROGRAMS[section or name] = cls
 
-    def command(**flags: Any) -> int:
-        path = flags.pop(CONFIG_FLAG, None)
-        settings, _origins = load_settings(cls, flags, yaml_path=path, section=section or name)
+    def program(settings: S) -> int:
         return run(settings) or 0
 
-    give_flags(command, settings_of(cls))
-    app = App(name=name, help=text, help_format="plaintext", version_flags=())
-    app.default(command)
+    app = command_app(name, text)
+    app.default(with_settings(cls, section or name)(program))
     return app
 
 
-def give_flags(
-    command: Callable[..., Any], settings: tuple[Setting, ...], *, first: tuple[inspect.Parameter, ...] = ()
-) -> None:
-    """Make `command(*, NAME=None, ..., config_file=None)` out of a function that takes keywords.
+def command_app(name: str, text: str) -> App:
+    """`text` is the help; its first sentence stands in the list of commands."""
+    return App(name=name, help=unwrapped(text), help_format="plaintext", version_flags=())
 
-    Flags are read as text, so that flags, environment and file go through one parser and one set of messages.
-    `first` are parameters of the command's own.
-    """
-    parameters = [*first, *(_parameter(each) for each in settings), _config_parameter()]
+
+def unwrapped(text: str) -> str:
+    """Paragraphs as single lines, which the terminal wraps; indented lines (examples) stay as they are."""
+    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+
+
+def with_settings(cls: type[S], section: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[..., R]]:
+    """Decorates `command(settings, *, own=...)`: its flags are its own parameters and one per setting."""
+
+    def decorate(function: Callable[Concatenate[S, P], R]) -> Callable[..., R]:
+        def command(flags: dict[str, Any], path: str | None, *args: Any, **own: Any) -> R:
+            settings, _origins = load_settings(cls, flags, yaml_path=path, section=section)
+            return function(settings, *args, **own)
+
+        return _take_flags(command, cls, _own_parameters(function, 1))
+
+    return decorate
+
+
+def with_flags(cls: type, function: Callable[..., R]) -> Callable[..., R]:
+    """As `with_settings`, for `command(flags, path, *, own=...)`: what was typed, and the settings file."""
+    return _take_flags(function, cls, _own_parameters(function, 2))
+
+
+def _take_flags(function: Callable[..., R], cls: type, own: list[inspect.Parameter]) -> Callable[..., R]:
+    """Flags are read as text: they, the environment and the file go through one parser."""
+    settings = settings_of(cls)
+
+    def command(*args: Any, **flags: Any) -> R:
+        path = flags.pop(CONFIG_FLAG, None)
+        given = {each.name: flags.pop(each.name, None) for each in settings}
+        return function(given, path, *args, **flags)
+
+    parameters = [*own, *map(_parameter, settings), _config_parameter()]
     command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     command.__annotations__ = {each.name: each.annotation for each in parameters}
+    return command
+
+
+def _own_parameters(function: Callable[..., Any], skip: int) -> list[inspect.Parameter]:
+    """All but the first ones, with their annotations evaluated."""
+    own = list(inspect.signature(function).parameters.values())[skip:]
+    named = {each.name: each.annotation for each in own}
+    scope = getattr(function, "__globals__", {})
+    kinds = {name: eval(text, scope) if isinstance(text, str) else text for name, text in named.items()}  # noqa: S307
+    return [each.replace(annotation=kinds[each.name]) for each in own]
 
 
 def _parameter(each: Setting) -> inspect.Parameter:

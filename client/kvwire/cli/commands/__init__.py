@@ -1,0 +1,1 @@
+"""The commands that are loaded by name from `kvwire.cli.app`."""

@@ -1,0 +1,161 @@
+"""`kvwire lookup`."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+from cyclopts import Parameter
+
+from kvwire.cli import render, units
+from kvwire.cli.commands.prompts import read_prompt
+from kvwire.cli.connect import ClientSettings, open_client
+from kvwire.cli.flags import command_app, with_settings
+from kvwire.errors import ConfigError
+from kvwire.keys import Namespace
+
+if TYPE_CHECKING:
+    from kvwire.client import Client, LookupResult
+    from kvwire.v1 import namespace_pb2
+
+TEXT = """How much of a prompt has a server cached? Only looks: no session, no lease, no hit counted.
+
+For example:
+  kvwire lookup --tokens 1,2,3,4
+  kvwire lookup --tokens-file prompt.json --model my-model
+  kvwire lookup --text "Once upon a time" --tokenizer ./my-model
+
+The prompt is token ids; with --text a tokenizer makes them (a folder or a tokenizer.json, read by the package
+`tokenizers`). The namespace is taken from the server when exactly one is registered there, or one of that
+--model; else name it as the engine does (`kvwire status` lists the registered ones)."""
+
+command = command_app("lookup", TEXT)
+
+
+@command.default
+@with_settings(ClientSettings, "client")
+def lookup(
+    settings: ClientSettings,
+    *,
+    tokens: Annotated[str, Parameter(help="Token ids, separated by commas.", show_default=False)] = "",
+    tokens_file: Annotated[
+        str,
+        Parameter(
+            help="File with token ids: a JSON list, or separated by spaces, commas or lines. - is stdin.",
+            show_default=False,
+        ),
+    ] = "",
+    text: Annotated[str, Parameter(help="Text of the prompt; needs --tokenizer.", show_default=False)] = "",
+    tokenizer: Annotated[
+        str, Parameter(help="The model's folder, or its tokenizer.json.", show_default=False)
+    ] = "",
+    model: Annotated[str, Parameter(help="Model of the namespace.", show_default=False)] = "",
+    revision: Annotated[str, Parameter(help="Revision of the model.", show_default=False)] = "",
+    kv_dtype: Annotated[str, Parameter(help="Element type of the KV cache.", show_default=False)] = "",
+    layout_fingerprint: Annotated[
+        str, Parameter(help="Layout fingerprint, in hex.", show_default=False)
+    ] = "",
+    adapter: Annotated[str, Parameter(help="LoRA adapter.", show_default=False)] = "",
+    adapter_revision: Annotated[str, Parameter(help="Revision of the adapter.", show_default=False)] = "",
+    salt_file: Annotated[
+        str, Parameter(help="File with the tenant's salt, which is never shown.", show_default=False)
+    ] = "",
+    output: render.Output = "table",
+) -> int:
+    prompt = read_prompt(tokens, tokens_file, text, tokenizer)
+    given = {
+        "model": model,
+        "revision": revision,
+        "kv_dtype": kv_dtype,
+        "layout_fingerprint": _fingerprint(layout_fingerprint),
+        "adapter": adapter,
+        "adapter_revision": adapter_revision,
+        "salt": _salt(salt_file),
+    }
+    with open_client(settings, "lookup") as client:
+        namespace = choose_namespace(
+            client, {name: value for name, value in given.items() if value}, settings
+        )
+        started = time.perf_counter()
+        found = client.lookup(namespace, prompt, timeout=settings.deadline)
+        seconds = time.perf_counter() - started
+    chunk_size = found.hit_tokens // found.hit_chunks if found.hit_chunks else 0
+    _show(found, len(prompt), namespace, seconds, chunk_size, output)
+    return 0
+
+
+def choose_namespace(client: Client, given: dict[str, Any], settings: ClientSettings) -> Namespace:
+    """What was given, completed by the one registered namespace that agrees with it."""
+    if given.get("model") and given.get("layout_fingerprint"):
+        return Namespace(**given)
+    registered = [entry.namespace for entry in client.status(timeout=settings.deadline).namespaces]
+    fitting = [each for each in registered if _agrees(each, given)]
+    if len(fitting) == 1:
+        (found,) = fitting
+        base = {
+            "model": found.model,
+            "revision": found.revision,
+            "kv_dtype": found.kv_dtype,
+            "layout_fingerprint": found.layout_fingerprint,
+        }
+        return Namespace(**{**base, **given})
+    if given.get("model"):
+        return Namespace(**given)
+    models = sorted({each.model for each in fitting})
+    told = f"these are registered: {', '.join(models)}" if models else "no engine is registered there"
+    raise ConfigError(f"Which namespace? Name it by --model: {told}.", setting="model")
+
+
+def _agrees(registered: namespace_pb2.Namespace, given: dict[str, Any]) -> bool:
+    fixed = ("model", "revision", "kv_dtype", "layout_fingerprint")
+    return all(getattr(registered, name) == given[name] for name in fixed if name in given)
+
+
+def _show(
+    found: LookupResult, tokens: int, namespace: Namespace, seconds: float, chunk_size: int, output: str
+) -> None:
+    if output == "json":
+        render.print_json(
+            {
+                "model": namespace.model,
+                "prompt_tokens": tokens,
+                "asked_chunks": found.asked_chunks,
+                "hit_chunks": found.hit_chunks,
+                "hit_tokens": found.hit_tokens,
+                "seconds": round(seconds, 6),
+            }
+        )
+        return
+    chunks = f"{found.hit_chunks} of {found.asked_chunks} whole chunks"
+    if chunk_size:
+        chunks += f" of {chunk_size} tokens"
+    if not found.asked_chunks:
+        chunks = "the prompt is shorter than one chunk"
+    render.print_fields(
+        [
+            ("model", namespace.model),
+            ("prompt", f"{tokens} tokens"),
+            ("found", f"{found.hit_tokens} tokens ({chunks})"),
+            ("answered in", units.format_duration(seconds)),
+        ]
+    )
+
+
+def _fingerprint(text: str) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise ConfigError(
+            "--layout-fingerprint is written in hex, as `kvwire status -o json` shows it.",
+            setting="layout_fingerprint",
+        ) from error
+
+
+def _salt(path: str) -> str:
+    if not path:
+        return ""
+    try:
+        return Path(path).read_text().strip()
+    except OSError as error:
+        raise ConfigError(f"--salt-file {path}: {error.strerror}.", setting="salt_file") from error

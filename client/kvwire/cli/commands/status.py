@@ -1,0 +1,142 @@
+"""`kvwire status`."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from kvwire.cli import render, units
+from kvwire.cli.connect import ClientSettings, open_client
+from kvwire.cli.flags import command_app, with_settings
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from kvwire.v1 import admin_service_pb2 as admin
+
+TEXT = """What a server holds, who uses it, and whether it is well.
+
+For example:
+  kvwire status
+  kvwire status --address unix:/run/kvwire.sock -o json | jq .memory
+
+Exit code 1 when a background task of the server has died (it is NOT_SERVING then), 3 when nobody answers."""
+
+command = command_app("status", TEXT)
+
+
+@command.default
+@with_settings(ClientSettings, "client")
+def status(settings: ClientSettings, *, output: render.Output = "table") -> int:
+    with open_client(settings, "status") as client:
+        reply = client.status(timeout=settings.deadline)
+    if output == "json":
+        render.print_json(reply)
+    else:
+        print_status(reply)
+    return int(any(not task.running and task.error for task in reply.tasks))
+
+
+def print_status(reply: admin.GetStatusResponse) -> None:
+    render.print_fields([*_server(reply), *_cache(reply), *_traffic(reply), *_problems(reply)])
+    told = render.plain(reply)
+    if told["registrations"]:
+        render.print_rows(
+            ("client", "engine", "role", "#rank", "path", "why", "attached", "#idle"),
+            [_client_row(each) for each in told["registrations"]],
+            title="\nclients",
+        )
+    if told["namespaces"]:
+        render.print_rows(
+            ("model", "revision", "kv dtype", "fingerprint", "#ranks", "groups", "#clients"),
+            [_namespace_row(each) for each in told["namespaces"]],
+            title="\nnamespaces",
+        )
+
+
+def _server(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    up = time.time() - reply.started_at.ToNanoseconds() / 1e9
+    state = "draining" if reply.draining else "serving"
+    name = reply.server_id or "server"
+    yield "server", f"{name}, {state} for {units.format_duration(max(up, 0))}, kvwire {reply.server_version}"
+    yield "incarnation", reply.header.incarnation.hex()
+    yield "addresses", ", ".join(reply.addresses)
+    yield "data paths", ", ".join(render.plain(reply)["data_paths"])
+    size = reply.chunk_size
+    if size.chunk_size:
+        told = f"{size.chunk_size} tokens, alignment {size.alignment}, bound by {size.bound_by or 'a client'}"
+    else:
+        told = f"not negotiated yet, at least {size.minimum} tokens"
+    waiting = [binder.name for binder in size.binders if not binder.bound]
+    if waiting and size.chunk_size:
+        told += f"; not taken over by: {', '.join(waiting)}"
+    yield "chunk size", told
+
+
+def _cache(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    memory = reply.memory
+    share = memory.used_bytes / memory.capacity_bytes if memory.capacity_bytes else 0
+    used, capacity = units.format_size(memory.used_bytes), units.format_size(memory.capacity_bytes)
+    told = f"{used} of {capacity} ({share:.0%}), policy {memory.policy}"
+    for name, size in (("reserved", memory.reserved_bytes), ("quarantined", memory.quarantined_bytes)):
+        if size:
+            told += f", {units.format_size(size)} {name}"
+    yield "memory", told
+    yield "holds", f"{memory.chunks} chunks, {memory.objects} objects"
+    leases = reply.leases
+    yield (
+        "in use",
+        f"{reply.sessions} sessions, {leases.lookup} lookup, {leases.read} read, {leases.write} write leases",
+    )
+
+
+def _traffic(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    counters = reply.counters
+    told = f"{counters.lookups}"
+    if counters.asked_tokens:
+        share = counters.hit_tokens / counters.asked_tokens
+        told += f", {share:.1%} of {counters.asked_tokens} tokens found"
+    yield "lookups", told
+    for path in render.plain(counters)["paths"]:
+        stored, read = units.format_size(path["stored_bytes"]), units.format_size(path["retrieved_bytes"])
+        if path["stored_bytes"] or path["retrieved_bytes"]:
+            yield f"moved by {path['path']}", f"{stored} stored, {read} retrieved"
+    if counters.evicted_chunks:
+        yield "evicted", f"{counters.evicted_chunks} chunks, {units.format_size(counters.evicted_bytes)}"
+    if counters.expired_leases:
+        yield "expired", f"{counters.expired_leases} leases"
+
+
+def _problems(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    for task in reply.tasks:
+        if not task.running and task.error:
+            yield "PROBLEM", f"the task {task.name!r} died: {task.error}. Restart the server"
+
+
+def _client_row(client: dict[str, object]) -> tuple[object, ...]:
+    idle = client.get("idle")
+    return (
+        client["client_name"] or client["registration_id"],
+        client["engine_id"],
+        client["role"],
+        client["kv_rank"],
+        client["path"] or "-",
+        client["path_reason"] or "-",
+        "yes" if client["attached"] else "no",
+        units.format_duration(idle) if isinstance(idle, float | int) else "-",
+    )
+
+
+def _namespace_row(entry: dict[str, dict[str, object]]) -> tuple[object, ...]:
+    namespace, layout = entry["namespace"], entry["layout"]
+    groups = layout["groups"] if isinstance(layout["groups"], list) else []
+    kinds = [f"{group['kind']} x{group['num_layers']}" for group in groups]
+    return (
+        namespace["model"],
+        namespace["revision"] or "-",
+        namespace["kv_dtype"] or "-",
+        str(namespace["layout_fingerprint"])[:12] or "-",
+        layout["world_size"],
+        ", ".join(kinds),
+        entry["registrations"],
+    )
