@@ -1,0 +1,149 @@
+"""Puts the parts of a connector together from the engine's configuration."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from kvwire.client.channel import TlsConfig
+from kvwire.vllm.adapters import GroupBlocks, LoadStoreOp, SchedulerAdapter, WorkerAdapter
+from kvwire.vllm.config import ConnectorConfig, connector_config
+from kvwire.vllm.engine import read_layout
+from kvwire.vllm.identity import engine_namespace
+from kvwire.vllm.requests import TrackerFactory
+from kvwire.vllm.scheduler import SchedulerSide
+from kvwire.vllm.worker import WorkerSide
+
+if TYPE_CHECKING:
+    from kvwire.keys import Namespace
+    from kvwire.vllm.layout import EngineLayout
+    from kvwire.vllm.metadata import Job
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What both sides of one engine agree on."""
+
+    config: ConnectorConfig
+    layout: EngineLayout
+    namespace: Namespace
+    engine_id: str
+    kv_role: Any
+
+    @classmethod
+    def read(cls, vllm_config: Any, kv_cache_config: Any) -> Engine:
+        """Raises ConfigError or LayoutUnsupported for what this connector cannot serve."""
+        transfer = vllm_config.kv_transfer_config
+        config = connector_config(transfer.kv_connector_extra_config)
+        layout = read_layout(vllm_config, kv_cache_config)
+        namespace = engine_namespace(config, vllm_config, kv_cache_config, layout)
+        return cls(config, layout, namespace, str(transfer.engine_id), transfer)
+
+    def adapter_options(self, part: str) -> dict[str, Any]:
+        config = self.config
+        tls = TlsConfig(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
+        return {
+            "layout": self.layout.kv_layout,
+            "alignment": self.layout.alignment,
+            "namespace": self.namespace,
+            "engine_id": self.engine_id,
+            "client_name": f"vllm {part}",
+            "heartbeat_interval": config.heartbeat_interval,
+            "tls": tls if config.uses_tls else None,
+            "token": config.token(),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerParts:
+    adapter: SchedulerAdapter
+    side: SchedulerSide
+
+    def shutdown(self) -> None:
+        self.adapter.shutdown()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerParts:
+    adapter: WorkerAdapter
+    side: WorkerSide
+    layout: EngineLayout
+    shutdown_wait: float
+
+    def event(self) -> Any:
+        """Marks the end of the step's kernels on an accelerator; None on a CPU, where they have ended."""
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        event = torch.cuda.Event()
+        event.record()
+        return event
+
+    def shutdown(self) -> None:
+        self.side.finish_stores(self.shutdown_wait)
+        self.adapter.shutdown()
+
+
+def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
+    engine = Engine.read(vllm_config, kv_cache_config)
+    adapter = SchedulerAdapter(
+        engine.config.address,
+        None,
+        engine.namespace.model,
+        engine.layout.world_size,
+        0,
+        engine.layout.alignment,
+        **engine.adapter_options("scheduler"),
+    )
+    side = SchedulerSide(
+        engine.layout,
+        adapter,
+        TrackerFactory(engine.namespace),
+        loads=engine.kv_role.is_kv_consumer,
+        stores=engine.kv_role.is_kv_producer,
+        save_decode=engine.config.save_decode,
+    )
+    return SchedulerParts(adapter, side)
+
+
+def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
+    engine = Engine.read(vllm_config, kv_cache_config)
+    rank = vllm_config.parallel_config.rank
+    adapter = WorkerAdapter(
+        engine.config.address,
+        None,
+        engine.namespace.model,
+        engine.layout.world_size,
+        rank,
+        engine.layout.alignment,
+        data_path=engine.config.data_path,
+        copy_threads=engine.config.copy_threads,
+        **engine.adapter_options(f"worker {rank}"),
+    )
+    side = WorkerSide(
+        adapter,
+        to_op,
+        rank=rank,
+        single_group=engine.layout.num_engine_groups == 1,
+        store_wait=engine.config.store_wait,
+    )
+    return WorkerParts(adapter, side, engine.layout, engine.config.shutdown_wait)
+
+
+def to_op(job: Job) -> LoadStoreOp:
+    chunks = job.plan.chunks
+    return LoadStoreOp(
+        groups=tuple(
+            GroupBlocks(group.group_index, group.first_chunk, group.chunk_count, group.block_ids)
+            for group in job.plan.groups
+        ),
+        first_chunk=chunks.start,
+        chunk_count=len(chunks),
+        session_id=job.prompt.session_id,
+        keys=job.prompt.keys,
+        namespace=job.prompt.namespace,
+    )

@@ -1,0 +1,50 @@
+"""Block ids in what the engine's scheduler says."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kvwire.vllm.layout import NULL_BLOCK
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+
+    from kvwire.vllm.layout import EngineLayout
+
+
+def given_out(scheduler_output: Any, layout: EngineLayout) -> frozenset[int]:
+    """The blocks that requests write to from this step on: their new ones, not those that they share."""
+    return frozenset(_given_out(scheduler_output, layout))
+
+
+def blocks_between(
+    layout: EngineLayout, tables: Sequence[Sequence[int]], start: int, end: int
+) -> frozenset[int]:
+    """The blocks of tokens [start, end) in all cacheable groups, as far as the table has them."""
+    return frozenset(
+        block
+        for group in layout.groups
+        for block in tables[group.engine_index][start // group.span_tokens : -(-end // group.span_tokens)]
+        if block != NULL_BLOCK
+    )
+
+
+def _given_out(scheduler_output: Any, layout: EngineLayout) -> Iterator[int]:
+    spans = {group.engine_index: group.span_tokens for group in layout.groups}
+    for new in scheduler_output.scheduled_new_reqs:
+        yield from _behind(new.block_ids, new.num_computed_tokens, spans)
+    cached = scheduler_output.scheduled_cached_reqs
+    for request_id, ids, computed in zip(
+        cached.req_ids, cached.new_block_ids, cached.num_computed_tokens, strict=True
+    ):
+        if ids is not None and request_id in cached.resumed_req_ids:
+            yield from _behind(ids, computed, spans)
+        elif ids is not None:
+            for group in ids:
+                yield from group
+
+
+def _behind(tables: Sequence[Sequence[int]], num_computed: int, spans: dict[int, int]) -> Iterator[int]:
+    for index, table in enumerate(tables):
+        span = spans.get(index)
+        yield from table if span is None else table[num_computed // span :]

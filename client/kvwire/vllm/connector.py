@@ -1,0 +1,183 @@
+"""`KvwireConnector`: vLLM's connector interface over the two sides. No failure here may stop the engine."""
+
+from __future__ import annotations
+
+import logging
+from functools import wraps
+from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
+    SupportsHMA,
+)
+
+from kvwire.vllm.assembly import make_scheduler, make_worker
+from kvwire.vllm.metadata import StepMetadata, WorkerReport
+from kvwire.vllm.views import group_views
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.vllm.assembly import SchedulerParts, WorkerParts
+
+logger = logging.getLogger(__name__)
+
+KVConnectorMetadata.register(StepMetadata)
+KVConnectorWorkerMetadata.register(WorkerReport)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def contained(default: Callable[[], Any]) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """An exception in a hook would end the engine: log it and answer what means "nothing" instead."""
+
+    def around(hook: Callable[P, R]) -> Callable[P, R]:
+        @wraps(hook)
+        def call(*args: P.args, **kwargs: P.kwargs) -> R:
+            try:
+                return hook(*args, **kwargs)
+            except Exception:
+                logger.exception("kvwire: %s failed; the engine goes on without it", hook.__name__)
+                answer: R = default()
+                return answer
+
+        return call
+
+    return around
+
+
+def _nothing() -> None:
+    return None
+
+
+class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
+    """Keeps the KV of prompts in a kvwire server, and finds it there again.
+
+    The engine makes one in its scheduler and one in every worker. An engine or a configuration that cannot be
+    served is refused here, at start; a server that cannot be reached is not: the engine runs without it.
+    """
+
+    # A store that is dropped is a miss later on, nothing more.
+    requires_kv_delivery: ClassVar[bool] = False
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._scheduler: SchedulerParts | None = None
+        self._worker: WorkerParts | None = None
+        if role is KVConnectorRole.SCHEDULER:
+            self._scheduler = make_scheduler(vllm_config, kv_cache_config)
+        else:
+            self._worker = make_worker(vllm_config, kv_cache_config)
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """On a GPU all layers of a block side by side: a block is one copy then. A wish, not a condition."""
+        from vllm.platforms import current_platform
+
+        return None if current_platform.is_cpu() else "BLHNC"
+
+    # The scheduler's side
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        tokens = self._matched(request, num_computed_tokens)
+        return tokens, bool(tokens)
+
+    @contained(lambda: 0)
+    def _matched(self, request: Any, num_computed_tokens: int) -> int | None:
+        return self._of_scheduler.side.matched_tokens(request, num_computed_tokens)
+
+    @contained(_nothing)
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        self._of_scheduler.side.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    @contained(StepMetadata)
+    def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:
+        return self._of_scheduler.side.step(scheduler_output)
+
+    @contained(_nothing)
+    def update_connector_output(self, connector_output: Any) -> None:
+        self._of_scheduler.side.worker_output(connector_output)
+
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: Any, block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self._finished(request), None
+
+    @contained(lambda: False)
+    def _finished(self, request: Any) -> bool:
+        return self._of_scheduler.side.finished(request)
+
+    # The workers' side
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        worker = self._of_worker
+        worker.adapter.register_kv_caches(group_views(worker.layout, kv_caches))
+
+    @contained(_nothing)
+    def handle_preemptions(self, kv_connector_metadata: Any) -> None:
+        self._of_worker.side.make_room(kv_connector_metadata)
+
+    @contained(_nothing)
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        self._of_worker.side.start_loads(self._step.loads)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Loads are asynchronous: nothing of this step depends on them."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Stores begin when the whole step is done."""
+
+    @contained(_nothing)
+    def wait_for_save(self) -> None:
+        worker = self._of_worker
+        if self._step.stores:
+            worker.side.start_stores(self._step.stores, worker.event())
+
+    @contained(KVConnectorTransferResults)
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        results = self._of_worker.side.results(self._step)
+        return KVConnectorTransferResults(results.sent, results.received, results.failed)
+
+    @contained(set)
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self._of_worker.side.take_failed_blocks()
+
+    @contained(_nothing)
+    def build_connector_worker_meta(self) -> WorkerReport | None:
+        return self._of_worker.side.take_report()
+
+    # Both
+
+    @contained(_nothing)
+    def shutdown(self) -> None:
+        if self._worker is not None:
+            self._worker.shutdown()
+        if self._scheduler is not None:
+            self._scheduler.shutdown()
+
+    @property
+    def _step(self) -> StepMetadata:
+        step = self._get_connector_metadata()
+        if not isinstance(step, StepMetadata):
+            raise TypeError(f"this step's metadata is of the type {type(step).__name__}")
+        return step
+
+    @property
+    def _of_scheduler(self) -> SchedulerParts:
+        if self._scheduler is None:
+            raise RuntimeError("this is the connector of a worker")
+        return self._scheduler
+
+    @property
+    def _of_worker(self) -> WorkerParts:
+        if self._worker is None:
+            raise RuntimeError("this is the connector of the scheduler")
+        return self._worker

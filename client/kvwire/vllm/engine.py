@@ -1,0 +1,126 @@
+"""Reads an engine's configuration: its KV cache groups, and what cannot be cached."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Final
+
+from kvwire.client.layout import GroupKind
+from kvwire.errors import LayoutUnsupported
+from kvwire.vllm.layout import CacheGroup, EngineLayout
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# In the others a block's bytes do not lie together.
+BLOCK_COMPACT_LAYOUTS: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
+_RECURRENT: Final = (
+    "it keeps recurrent state (Mamba, linear attention), which this version does not cache yet"
+)
+
+
+def read_layout(vllm_config: Any, kv_cache_config: Any) -> EngineLayout:
+    """The cacheable groups of an engine. Raises LayoutUnsupported, saying why, for one to refuse."""
+    _check_engine(vllm_config, kv_cache_config)
+    groups = tuple(
+        read_group(vllm_config, index, kv_cache_config.kv_cache_groups[index])
+        for index in kv_cache_config.prefix_cacheable_group_ids
+    )
+    if not groups:
+        raise _unsupported("none of its KV cache groups can be cached")
+    layout = str(kv_cache_config.kv_cache_layout or BLOCK_COMPACT_LAYOUTS[0])
+    return EngineLayout(
+        groups=groups,
+        num_engine_groups=len(kv_cache_config.kv_cache_groups),
+        num_blocks=kv_cache_config.num_blocks,
+        world_size=vllm_config.parallel_config.world_size,
+        block_major=layout.startswith("B"),
+    )
+
+
+def read_group(vllm_config: Any, index: int, group: Any) -> CacheGroup:
+    """One KV cache group of the engine, of which any attention kind will do."""
+    if getattr(group, "host_resident", False):
+        raise _unsupported(f"KV cache group {index} lives in host memory")
+    specs = _layer_specs(group)
+    kind, window = _kind(index, group.kv_cache_spec, specs)
+    sharded = getattr(group.kv_cache_spec, "dcp_sharded", False)
+    dcp = vllm_config.parallel_config.decode_context_parallel_size if sharded else 1
+    return CacheGroup(
+        engine_index=index,
+        kind=kind,
+        span_tokens=group.kv_cache_spec.block_size * dcp,
+        layer_names=tuple(group.layer_names),
+        page_bytes=tuple(spec.page_size_bytes for spec in specs),
+        window_tokens=window,
+        window_has_holes=bool(getattr(specs[0], "attention_chunk_size", None)) and window > 0,
+    )
+
+
+def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    parallel = vllm_config.parallel_config
+    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
+        raise _unsupported("with pipeline parallelism every stage holds other layers")
+    if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
+        raise _unsupported("prefill context parallelism spreads the tokens of a block over ranks")
+    model = vllm_config.model_config
+    if model.is_encoder_decoder:
+        raise _unsupported("an encoder-decoder model keeps KV that its decoder's tokens do not determine")
+    if model.use_mla and _is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
+        raise _unsupported(
+            "latent attention (MLA) on this CPU ignores KV that is already there and computes wrong output"
+        )
+    layout = kv_cache_config.kv_cache_layout
+    if layout is not None and layout not in BLOCK_COMPACT_LAYOUTS:
+        raise _unsupported(
+            f"in the KV cache layout {layout} a block is scattered; set VLLM_KV_CACHE_LAYOUT to one of "
+            + ", ".join(BLOCK_COMPACT_LAYOUTS)
+        )
+
+
+def _layer_specs(group: Any) -> list[Any]:
+    per_layer = getattr(group.kv_cache_spec, "kv_cache_specs", None)
+    if per_layer is None:
+        return [group.kv_cache_spec] * len(group.layer_names)
+    return [per_layer[name] for name in group.layer_names]
+
+
+def _kind(index: int, group_spec: Any, specs: list[Any]) -> tuple[GroupKind, int]:
+    from vllm.v1.kv_cache_interface import KVCacheSpecKind, RSWASpec, get_kv_cache_spec_kind
+
+    kind = get_kv_cache_spec_kind(group_spec)
+    if kind is KVCacheSpecKind.MAMBA:
+        raise _unsupported(f"KV cache group {index}: {_RECURRENT}")
+    if any(isinstance(spec, RSWASpec) or getattr(spec, "non_causal", False) for spec in specs):
+        raise _unsupported(f"KV cache group {index}: its KV depends on more than the tokens before it")
+    if kind in {
+        KVCacheSpecKind.FULL_ATTENTION,
+        KVCacheSpecKind.MLA_ATTENTION,
+        KVCacheSpecKind.SINK_FULL_ATTENTION,
+    }:
+        return GroupKind.FULL_ATTENTION, 0
+    if kind in {KVCacheSpecKind.SLIDING_WINDOW, KVCacheSpecKind.SLIDING_WINDOW_MLA}:
+        # Some drafters keep a few tokens more than the window.
+        return GroupKind.SLIDING_WINDOW, _one(
+            index, (spec.sliding_window + spec.extra_retained_tokens for spec in specs)
+        )
+    if kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
+        # Attention reaches back to the last multiple of the size: at most as far as a window of that size.
+        return GroupKind.SLIDING_WINDOW, _one(index, (spec.attention_chunk_size for spec in specs))
+    raise _unsupported(f"KV cache group {index} is of the kind {getattr(kind, 'value', kind)}")
+
+
+def _one(index: int, windows: Iterable[int]) -> int:
+    sizes = set(windows)
+    if len(sizes) != 1:
+        raise _unsupported(f"the layers of KV cache group {index} have the windows {sorted(sizes)}")
+    return sizes.pop()
+
+
+def _is_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+def _unsupported(why: str) -> LayoutUnsupported:
+    return LayoutUnsupported(f"kvwire cannot cache the KV of this engine: {why}.", problem=why)

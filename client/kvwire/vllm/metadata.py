@@ -1,0 +1,62 @@
+"""What the scheduler's side and the workers' side tell each other in every step. All of it can be pickled.
+
+`connector.py` registers the classes with vLLM's own, so that this needs no vLLM.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvwire.keys import Namespace
+    from kvwire.vllm.plan import BlockPlan
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """How the server knows the chunks of a request: by its session, or by `keys` of the plan's chunks."""
+
+    session_id: str
+    namespace: Namespace | None = None
+    keys: tuple[bytes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One load or store of one request. `lost` are blocks of a load that has failed before it began."""
+
+    request_id: str
+    prompt: Prompt
+    plan: BlockPlan
+    lost: frozenset[int] = frozenset()
+
+
+@dataclass(slots=True)
+class StepMetadata:
+    """Scheduler to workers, for one step.
+
+    `overwritten` holds the blocks that this step hands to somebody new: no store may read them any more.
+    None: not known, so no store may be under way at all.
+    `held` names finished requests whose blocks wait for their stores. `idle`: no tokens are computed.
+    """
+
+    loads: list[Job] = field(default_factory=list)
+    stores: list[Job] = field(default_factory=list)
+    overwritten: frozenset[int] | None = frozenset()
+    held: frozenset[str] = frozenset()
+    idle: bool = False
+
+
+@dataclass(slots=True)
+class WorkerReport:
+    """Workers to scheduler, since the last step: ended stores per request, and changes of health per rank."""
+
+    ended_stores: dict[str, int] = field(default_factory=dict)
+    healthy: dict[int, bool] = field(default_factory=dict)
+
+    def aggregate(self, other: WorkerReport) -> WorkerReport:
+        ended = dict(self.ended_stores)
+        for request_id, count in other.ended_stores.items():
+            ended[request_id] = ended.get(request_id, 0) + count
+        return WorkerReport(ended, {**self.healthy, **other.healthy})

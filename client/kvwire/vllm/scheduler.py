@@ -1,0 +1,312 @@
+"""The scheduler's side: what to look up, what to load, what to store. Nothing here waits for the server."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kvwire.vllm.blocks import blocks_between, given_out
+from kvwire.vllm.layout import ChunkCut
+from kvwire.vllm.metadata import Job, Prompt, StepMetadata
+from kvwire.vllm.plan import BlockPlan, PlanError, external_tokens, load_plan, store_plan, tokens_to_ask
+from kvwire.vllm.tracker import RequestTracker, Stage
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Sequence
+
+    from kvwire.keys import ExtraInput
+    from kvwire.vllm.layout import EngineLayout
+
+logger = logging.getLogger(__name__)
+
+_PAUSE: Final = 0.001
+"""An engine with nothing to compute steps 19,000 times a second: so long does such a step wait instead."""
+
+
+class Lookups(Protocol):
+    """What this side needs of `SchedulerAdapter`. All return at once, but for the one that waits."""
+
+    @property
+    def is_healthy(self) -> bool: ...
+    @property
+    def chunk_size(self) -> int | None: ...
+    def maybe_submit_lookup_request(
+        self,
+        request_id: str,
+        *,
+        tokens: Sequence[int],
+        adapter: str,
+        adapter_revision: str,
+        salt: str,
+        extra_inputs: Sequence[ExtraInput],
+    ) -> None: ...
+    def check_lookup_result(self, request_id: str) -> int | None: ...
+    def is_lookup_stale(self, request_id: str) -> bool: ...
+    def cleanup_lookup_result(self, request_id: str) -> None: ...
+    def release_lookup(self, request_id: str, first_chunk: int = 0, chunk_count: int = 0) -> None: ...
+    def end_session(self, request_id: str) -> None: ...
+    def wait_for_lookups(self, timeout: float) -> bool: ...
+
+
+class SchedulerSide:
+    """One per engine. `loads` and `stores` say what the engine's role allows."""
+
+    def __init__(
+        self,
+        layout: EngineLayout,
+        lookups: Lookups,
+        track: Callable[[Any], RequestTracker],
+        *,
+        loads: bool = True,
+        stores: bool = True,
+        save_decode: bool = False,
+    ) -> None:
+        self._layout = layout
+        self._lookups = lookups
+        self._track = track
+        self._may_load = loads
+        self._may_store = stores
+        self._save_decode = save_decode
+        self._cut: ChunkCut | None = None
+        self._trackers: dict[str, RequestTracker] = {}
+        self._unanswered: set[str] = set()
+        self._new_loads: list[Job] = []
+        self._held: set[str] = set()
+        self._closing: dict[str, str] = {}
+        self._open_stores = 0
+        self._unhealthy_ranks: set[int] = set()
+
+    # What the engine asks before it admits a request
+
+    def matched_tokens(self, request: Any, num_computed: int) -> int | None:
+        """How many tokens beyond `num_computed` a load would bring. None: not known yet, ask again."""
+        tracker = self._tracker(request)
+        cut = self._chunks()
+        if tracker.preemptions != request.num_preemptions:
+            self._start_over(tracker)
+        if cut is None or not self._may_ask(tracker, cut):
+            return 0
+        if tracker.stage is Stage.ASKED and self._lookups.is_lookup_stale(tracker.session_id):
+            self._start_over(tracker)
+        if tracker.stage is Stage.NEW:
+            self._ask(tracker, cut)
+        hit = self._lookups.check_lookup_result(tracker.session_id)
+        if hit is None:
+            self._unanswered.add(tracker.request_id)
+            return None
+        self._unanswered.discard(tracker.request_id)
+        tracker.hit = hit
+        tracker.local = num_computed
+        tracker.promised = (
+            external_tokens(cut, hit, request.num_tokens, num_computed) if self._may_load else 0
+        )
+        return tracker.promised
+
+    def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external: int) -> None:
+        """The engine has blocks for a request. With external tokens a load begins; else leases end."""
+        tracker = self._trackers.get(request.request_id)
+        cut = self._chunks()
+        if tracker is None or cut is None:
+            return
+        if num_external > 0:
+            self._load(tracker, cut, tables, num_external)
+        elif tracker.stage is not Stage.LOADING:
+            self._admit(tracker)
+
+    def finished(self, request: Any) -> bool:
+        """Forget a request. True: its blocks are still being stored; the workers will say when no more."""
+        tracker = self._trackers.pop(request.request_id, None)
+        self._unanswered.discard(request.request_id)
+        if tracker is None:
+            return False
+        self._lookups.cleanup_lookup_result(tracker.session_id)
+        # The engine frees a request that is loading itself, when the load ends, and must not be told twice.
+        if tracker.open_stores > 0 and tracker.stage is not Stage.LOADING:
+            self._held.add(tracker.request_id)
+            self._closing[tracker.request_id] = tracker.session_id
+            return True
+        self._lookups.end_session(tracker.session_id)
+        return False
+
+    # What the engine says in every step
+
+    def step(self, scheduler_output: Any) -> StepMetadata:
+        """The loads and stores of one step."""
+        idle = scheduler_output.total_num_scheduled_tokens == 0
+        if idle and self._unanswered:
+            self._lookups.wait_for_lookups(_PAUSE)
+        loads, self._new_loads = self._new_loads, []
+        held, self._held = self._held, set()
+        # Before `_stores` counts those of this step, which read what this step writes.
+        overwritten = self._overwritten(scheduler_output, loads)
+        return StepMetadata(loads, self._stores(scheduler_output), overwritten, frozenset(held), idle)
+
+    def _overwritten(self, scheduler_output: Any, loads: list[Job]) -> frozenset[int] | None:
+        if self._open_stores <= 0:
+            return frozenset()
+        try:
+            blocks = given_out(scheduler_output, self._layout)
+        except Exception:
+            logger.exception("kvwire: what this step overwrites is not known")
+            return None
+        return blocks.union(*(job.plan.block_ids for job in loads))
+
+    def worker_output(self, output: Any) -> None:
+        """What the workers have finished."""
+        report = output.kv_connector_worker_meta
+        if report is not None:
+            self._take_report(report)
+        failed = set(output.failed_recving or ()) | self._loading_into(output.invalid_block_ids or ())
+        for request_id in failed:
+            self._load_failed(request_id)
+        for request_id in output.finished_recving or ():
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                self._admit(tracker)
+        for request_id in output.finished_sending or ():
+            session = self._closing.pop(request_id, None)
+            if session is not None:
+                self._lookups.end_session(session)
+
+    def _take_report(self, report: Any) -> None:
+        for rank, healthy in report.healthy.items():
+            (self._unhealthy_ranks.discard if healthy else self._unhealthy_ranks.add)(rank)
+        for request_id, count in report.ended_stores.items():
+            self._open_stores -= count
+            tracker = self._trackers.get(request_id)
+            if tracker is not None:
+                tracker.open_stores -= count
+
+    # Lookups
+
+    def _tracker(self, request: Any) -> RequestTracker:
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None:
+            tracker = self._trackers[request.request_id] = self._track(request)
+        return tracker
+
+    def _chunks(self) -> ChunkCut | None:
+        """None until the server has said its chunk size, which then stays for good."""
+        if self._cut is None and self._lookups.chunk_size is not None:
+            self._cut = ChunkCut.make(self._layout, self._lookups.chunk_size)
+        return self._cut
+
+    def _may_ask(self, tracker: RequestTracker, cut: ChunkCut) -> bool:
+        # The engine ignores a hit of a request that skips its cache; asking would only lease it.
+        return (
+            tracker.cacheable
+            and tracker.may_load
+            and not tracker.request.skip_reading_prefix_cache
+            and self._lookups.is_healthy
+            and not self._unhealthy_ranks
+            and tokens_to_ask(cut, tracker.request.num_tokens) > 0
+        )
+
+    def _ask(self, tracker: RequestTracker, cut: ChunkCut) -> None:
+        tracker.asked = tokens_to_ask(cut, tracker.request.num_tokens)
+        tracker.stage = Stage.ASKED
+        self._lookups.maybe_submit_lookup_request(
+            tracker.session_id,
+            tokens=tracker.request.all_token_ids[: tracker.asked],
+            adapter=tracker.namespace.adapter,
+            adapter_revision=tracker.namespace.adapter_revision,
+            salt=tracker.namespace.salt,
+            extra_inputs=tracker.extras_before(tracker.asked),
+        )
+
+    def _start_over(self, tracker: RequestTracker) -> None:
+        """After a preemption, and before a lease runs out while the request waits for blocks."""
+        self._lookups.cleanup_lookup_result(tracker.session_id)
+        tracker.start_over()
+
+    def _admit(self, tracker: RequestTracker) -> None:
+        if tracker.stage in {Stage.ASKED, Stage.LOADING}:
+            self._lookups.release_lookup(tracker.session_id, tracker.released_chunks)
+        tracker.stage = Stage.ADMITTED
+        tracker.loading_blocks = frozenset()
+        cut = self._chunks()
+        if cut is not None and tracker.may_load:
+            tracker.next_chunk = tracker.hit // cut.chunk_size
+
+    # Loads
+
+    def _load(
+        self, tracker: RequestTracker, cut: ChunkCut, tables: Sequence[Sequence[int]], num_external: int
+    ) -> None:
+        start, end = tracker.local, tracker.local + num_external
+        tracker.stage = Stage.LOADING
+        try:
+            if num_external != tracker.promised:
+                raise PlanError(f"the engine loads {num_external} tokens instead of {tracker.promised}")
+            plan, lost = load_plan(cut, tables, start, end), frozenset[int]()
+        except PlanError as error:
+            # The engine waits for this load, so it must fail in the usual way.
+            logger.warning("kvwire: request %s cannot be loaded: %s", tracker.request_id, error)
+            plan, lost = BlockPlan(()), blocks_between(self._layout, tables, start, end)
+        tracker.loading_blocks = plan.block_ids | lost
+        self._new_loads.append(Job(tracker.request_id, Prompt(tracker.session_id), plan, lost))
+        tracker.released_chunks = start // cut.chunk_size
+        if tracker.released_chunks > 0:
+            self._lookups.release_lookup(tracker.session_id, 0, tracker.released_chunks)
+
+    def _loading_into(self, blocks: Collection[int]) -> set[str]:
+        if not blocks:
+            return set()
+        return {
+            request_id
+            for request_id, tracker in self._trackers.items()
+            if not tracker.loading_blocks.isdisjoint(blocks)
+        }
+
+    def _load_failed(self, request_id: str) -> None:
+        tracker = self._trackers.get(request_id)
+        if tracker is not None:
+            # A load that fails is not tried again, and what the server had cannot be relied on.
+            tracker.may_load = False
+            tracker.next_chunk = 0
+
+    # Stores
+
+    def _stores(self, scheduler_output: Any) -> list[Job]:
+        cut = self._chunks()
+        if cut is None or not self._may_store or not self._lookups.is_healthy or self._unhealthy_ranks:
+            return []
+        stores: list[Job] = []
+        for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
+            tracker = self._trackers.get(request_id)
+            if tracker is None or not tracker.cacheable:
+                continue
+            try:
+                chunks = range(tracker.next_chunk, self._storable_tokens(tracker, num_new) // cut.chunk_size)
+                if chunks:
+                    tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                    stores.extend(self._store(tracker, cut, tables, chunks))
+                    tracker.next_chunk = chunks.stop
+            except Exception:
+                logger.exception("kvwire: request %s is not stored", request_id)
+                tracker.cacheable = False
+        return stores
+
+    def _storable_tokens(self, tracker: RequestTracker, num_new: int) -> int:
+        """How many tokens have their KV in place after this step, as far as they are to be stored."""
+        request = tracker.request
+        prompt = min(int(request.num_prompt_tokens), int(request.num_computed_tokens) + num_new)
+        if not self._save_decode:
+            return prompt
+        # Tokens of steps in flight may be taken back, and their ids may not be known yet.
+        settled = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        return max(prompt, min(int(settled), int(request.num_tokens)))
+
+    def _store(
+        self, tracker: RequestTracker, cut: ChunkCut, tables: Sequence[Sequence[int]] | None, chunks: range
+    ) -> list[Job]:
+        plan = BlockPlan(()) if tables is None else store_plan(cut, tables, chunks)
+        if not plan.groups:
+            return []
+        prompt = Prompt(tracker.session_id)
+        if plan.chunks.stop * cut.chunk_size > tracker.asked:
+            keys = tracker.keys(plan.chunks, cut.chunk_size)
+            prompt = Prompt(tracker.session_id, tracker.namespace, keys)
+        tracker.open_stores += self._layout.world_size
+        self._open_stores += self._layout.world_size
+        return [Job(tracker.request_id, prompt, plan)]

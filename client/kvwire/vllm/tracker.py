@@ -1,0 +1,75 @@
+"""What the scheduler's side remembers of one request."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import TYPE_CHECKING, Any
+
+from kvwire.keys import ChunkHasher, root
+
+if TYPE_CHECKING:
+    from kvwire.keys import ExtraInput, Namespace
+
+
+class Stage(Enum):
+    """Where a request stands between its lookup and its first token."""
+
+    NEW = auto()
+    ASKED = auto()
+    LOADING = auto()
+    ADMITTED = auto()
+
+
+@dataclass(slots=True)
+class RequestTracker:
+    """One request. Token counts start at the beginning of its prompt.
+
+    `asked`: how many tokens the lookup named. `local`, `promised`: from the last answer to the engine.
+    `released_chunks` of the lookup's lease are given back already. `next_chunk` is the first chunk that the
+    server may lack. `open_stores` counts stores times ranks.
+    """
+
+    request: Any
+    session_id: str
+    namespace: Namespace
+    extras: tuple[ExtraInput, ...]
+    cacheable: bool
+    stage: Stage = Stage.NEW
+    preemptions: int = 0
+    asked: int = 0
+    local: int = 0
+    promised: int = 0
+    hit: int = 0
+    released_chunks: int = 0
+    may_load: bool = True
+    next_chunk: int = 0
+    open_stores: int = 0
+    loading_blocks: frozenset[int] = frozenset()
+    _hasher: ChunkHasher | None = field(default=None, repr=False)
+
+    @property
+    def request_id(self) -> str:
+        return str(self.request.request_id)
+
+    def start_over(self) -> None:
+        """Forget the answer of the lookup, as if the request had just come."""
+        self.stage = Stage.NEW
+        self.preemptions = self.request.num_preemptions
+        self.asked = self.local = self.promised = self.hit = 0
+        self.released_chunks = self.next_chunk = 0
+        self.loading_blocks = frozenset()
+
+    def extras_before(self, num_tokens: int) -> tuple[ExtraInput, ...]:
+        """The inputs that begin among the first tokens."""
+        return tuple(extra for extra in self.extras if extra.start < num_tokens)
+
+    def keys(self, chunks: range, chunk_size: int) -> tuple[bytes, ...]:
+        """The keys of these chunks, made here: for chunks that no lookup has named."""
+        if self._hasher is None:
+            self._hasher = ChunkHasher(root(self.namespace, chunk_size), chunk_size)
+            self._hasher.append([], self.extras)
+        done = len(self._hasher.keys) * chunk_size
+        if done < chunks.stop * chunk_size:
+            self._hasher.append(self.request.all_token_ids[done : chunks.stop * chunk_size])
+        return tuple(self._hasher.keys[chunks.start : chunks.stop])

@@ -1,0 +1,181 @@
+"""Stand-ins for the engine and for the adapters, as far as the connector's two sides touch them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+from kvwire.client.layout import GroupKind
+from kvwire.keys import Namespace
+from kvwire.vllm.layout import CacheGroup, EngineLayout
+from kvwire.vllm.requests import TrackerFactory
+from kvwire.vllm.scheduler import SchedulerSide
+
+BLOCK = 32
+CHUNK = 64
+
+
+def group(index=0, *, window=0, span=BLOCK, layers=2, page=16, holes=False):
+    return CacheGroup(
+        engine_index=index,
+        kind=GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION,
+        span_tokens=span,
+        layer_names=tuple(f"group{index}.layer{layer}" for layer in range(layers)),
+        page_bytes=(page,) * layers,
+        window_tokens=window,
+        window_has_holes=holes,
+    )
+
+
+def layout(*groups, world_size=1, num_blocks=64, block_major=False):
+    found = groups or (group(),)
+    return EngineLayout(
+        found, max(each.engine_index for each in found) + 1, num_blocks, world_size, block_major
+    )
+
+
+class Request:
+    """What the connector reads of vLLM's Request."""
+
+    def __init__(self, request_id, tokens, **fields: Any):
+        self.request_id = request_id
+        self.all_token_ids = list(tokens)
+        self.num_prompt_tokens = len(self.all_token_ids)
+        self.num_computed_tokens = 0
+        self.num_in_flight_tokens = 0
+        self.num_preemptions = 0
+        self.skip_reading_prefix_cache = False
+        self.lora_request = None
+        self.cache_salt = None
+        self.mm_features = []
+        self.prompt_embeds = None
+        self.resumable = False
+        for name, value in fields.items():
+            setattr(self, name, value)
+
+    @property
+    def num_tokens(self):
+        return len(self.all_token_ids)
+
+
+@dataclass
+class FakeLookups:
+    """SchedulerAdapter, with answers given by the test."""
+
+    chunk_size: int | None = CHUNK
+    is_healthy: bool = True
+    hits: dict[str, int] = field(default_factory=dict)
+    stale: set[str] = field(default_factory=set)
+    asked: dict[str, dict[str, Any]] = field(default_factory=dict)
+    calls: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def maybe_submit_lookup_request(self, request_id, **what):
+        if request_id not in self.asked:
+            self.asked[request_id] = what
+            self.calls.append(("ask", request_id))
+
+    def check_lookup_result(self, request_id):
+        return self.hits.get(request_id) if request_id in self.asked else None
+
+    def is_lookup_stale(self, request_id):
+        return request_id in self.stale
+
+    def cleanup_lookup_result(self, request_id):
+        self.asked.pop(request_id, None)
+        self.calls.append(("cleanup", request_id))
+
+    def release_lookup(self, request_id, first_chunk=0, chunk_count=0):
+        self.calls.append(("release", request_id, first_chunk, chunk_count))
+
+    def end_session(self, request_id):
+        self.calls.append(("end", request_id))
+
+    def wait_for_lookups(self, timeout):
+        self.calls.append(("wait", timeout))
+        return False
+
+
+NAMESPACE = Namespace("model", layout_fingerprint=b"x")
+
+
+def scheduler_side(lookups, *groups, world_size=1, **options):
+    engine = layout(*groups, world_size=world_size)
+    return SchedulerSide(engine, lookups, TrackerFactory(NAMESPACE), **options)
+
+
+def step_output(scheduled=(), *, new=(), cached=(), tables=None):
+    """A SchedulerOutput. `scheduled` maps request ids to numbers of tokens, `tables` to block tables."""
+    scheduled = dict(scheduled)
+    tables = tables or {}
+    return SimpleNamespace(
+        num_scheduled_tokens=scheduled,
+        total_num_scheduled_tokens=sum(scheduled.values()),
+        scheduled_new_reqs=list(new),
+        scheduled_cached_reqs=SimpleNamespace(
+            req_ids=[each[0] for each in cached],
+            new_block_ids=[each[1] for each in cached],
+            num_computed_tokens=[each[2] for each in cached],
+            resumed_req_ids={each[0] for each in cached if len(each) > 3},
+        ),
+        kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+    )
+
+
+def worker_output(*, received=(), sent=(), failed=(), bad_blocks=(), report=None):
+    return SimpleNamespace(
+        finished_recving=set(received),
+        finished_sending=set(sent),
+        failed_recving=set(failed),
+        invalid_block_ids=set(bad_blocks),
+        kv_connector_worker_meta=report,
+    )
+
+
+class FakeTransfer:
+    def __init__(self):
+        self.ended = False
+        self.failed = False
+        self.cancelled = False
+        self.failed_block_ids: frozenset[int] = frozenset()
+        self.waits: list[float] = []
+        self.ends_while_waiting = False
+
+    def done(self):
+        return self.ended
+
+    def wait(self, timeout):
+        self.waits.append(timeout)
+        self.ended = self.ended or self.ends_while_waiting
+        return self.ended
+
+    def cancel(self):
+        self.cancelled = True
+
+
+@dataclass
+class FakeTransfers:
+    """WorkerAdapter, whose transfers end when the test says so."""
+
+    is_healthy: bool = True
+    stores: list[tuple[str, Any, FakeTransfer]] = field(default_factory=list)
+    loads: list[tuple[str, Any, FakeTransfer]] = field(default_factory=list)
+    raises: bool = False
+    waited: int = 0
+
+    def submit_store_request(self, request_id, op, event=None):
+        return self._submit(self.stores, request_id, op)
+
+    def submit_retrieve_request(self, request_id, op, event=None):
+        return self._submit(self.loads, request_id, op)
+
+    def _submit(self, where, request_id, op):
+        if self.raises:
+            raise RuntimeError("no")
+        transfer = FakeTransfer()
+        where.append((request_id, op, transfer))
+        return transfer
+
+    def wait_for_any(self, timeout):
+        self.waited += 1
+        return False
