@@ -1,0 +1,143 @@
+"""What every servicer shares: the engine, the data paths, the clock, and the work that follows an engine call."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from typing import TYPE_CHECKING
+
+from kvwire.server.dataplane.shm import ShmPath
+from kvwire.v1 import cache_service_pb2 as cache
+
+if TYPE_CHECKING:
+    from kvwire.server.binding import ChunkSizeBinding
+    from kvwire.server.config import ServerConfig
+    from kvwire.server.dataplane import DataPlane
+    from kvwire.server.engine import CacheEngine
+    from kvwire.server.eventlog import EventLog
+    from kvwire.server.guard import Guard
+    from kvwire.server.messages import EndedLease
+    from kvwire.server.sealing import Sealer
+    from kvwire.server.supervisor import Supervisor
+
+log = logging.getLogger("kvwire.server")
+
+
+class Core:
+    """One server's parts. All of it lives on the event loop."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        engine: CacheEngine,
+        binding: ChunkSizeBinding,
+        plane: DataPlane,
+        events: EventLog,
+        guard: Guard,
+        supervisor: Supervisor,
+        sealer: Sealer,
+        server_id: str,
+    ) -> None:
+        self.config = config
+        self.engine = engine
+        self.binding = binding
+        self.plane = plane
+        self.events = events
+        self.guard = guard
+        self.supervisor = supervisor
+        self.sealer = sealer
+        self.server_id = server_id
+        self.incarnation = secrets.token_bytes(16)
+        self.header = cache.ResponseHeader(incarnation=self.incarnation)
+        self.started_at = time.time()
+        self.addresses: tuple[str, ...] = ()
+        self.clients = Clients()
+        self.stopping = asyncio.Event()
+        self._cancelling: set[asyncio.Task[None]] = set()
+
+    @staticmethod
+    def now() -> float:
+        return time.monotonic()
+
+    def settle(self) -> None:
+        """Follow up on what an engine call ended. Call it after every one that may end leases or registrations."""
+        for ended in self.engine.drain_ended():
+            task = asyncio.get_running_loop().create_task(self._cancel(ended))
+            self._cancelling.add(task)
+            task.add_done_callback(self._cancelling.discard)
+
+    def sweep(self) -> None:
+        """End what has run out, free what dead owners held, keep memory below the watermark."""
+        expired = self.engine.expire(self.now())
+        for registration_id in expired.registration_ids:
+            self.left(registration_id)
+        self.settle()
+        self._free_dead_owners()
+        self.engine.evict_to(self.config.watermark)
+
+    def left(self, registration_id: int) -> None:
+        """A registration has ended, whatever the reason."""
+        self.clients.leave(registration_id)
+        for path in self.plane.paths.values():
+            path.leave(registration_id)
+
+    async def stop(self) -> None:
+        self.engine.shutdown()
+        self.settle()
+        if self._cancelling:
+            await asyncio.wait(self._cancelling, timeout=2.0)
+        await self.plane.close()
+
+    def _free_dead_owners(self) -> None:
+        shm = self.plane.paths.get("shm")
+        if not isinstance(shm, ShmPath):
+            return
+        owners = {owner.registration_id for owner in self.engine.quarantined_owners()}
+        for registration_id in owners:
+            if shm.is_dead(registration_id):
+                self.engine.owner_dead(registration_id)
+        shm.reap(owners | {each.registration_id for each in self.engine.status().registrations})
+
+    async def _cancel(self, ended: EndedLease) -> None:
+        try:
+            await self.plane.path(ended.data_path).cancel(ended.lease_id)
+        except Exception:
+            # Its memory stays taken: better lost than written to by a transfer that may still run.
+            log.exception("lease %d on %s could not be cancelled", ended.lease_id, ended.data_path)
+            return
+        self.engine.confirm_cancelled(ended.lease_id)
+
+
+class Clients:
+    """What the server keeps of a registered client beside the engine: its path, and whether it is attached."""
+
+    def __init__(self) -> None:
+        self._clients: dict[int, Client] = {}
+
+    def join(self, registration_id: int, client: Client) -> None:
+        self._clients[registration_id] = client
+
+    def get(self, registration_id: int) -> Client | None:
+        return self._clients.get(registration_id)
+
+    def leave(self, registration_id: int) -> None:
+        client = self._clients.pop(registration_id, None)
+        if client is not None:
+            client.gone.set()
+
+
+class Client:
+    """`gone` is set when the registration ends. `groups` is the number of KV groups of its layout."""
+
+    def __init__(self, path: str, path_reason: str, groups: int) -> None:
+        self.path = path
+        self.path_reason = path_reason
+        self.groups = groups
+        self.streams = 0
+        self.gone = asyncio.Event()
+
+    @property
+    def attached(self) -> bool:
+        return self.streams > 0

@@ -1,0 +1,54 @@
+"""Checksums for objects that were committed without one, made in the background by one thread."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from kvwire.transfer.checksum import checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
+    from kvwire.server.store import ObjectRef
+
+    View = Callable[[int, int], memoryview]
+
+
+class Sealer:
+    """`set_checksum` refuses an object that has gone meanwhile, so a hash over reused memory is never kept."""
+
+    def __init__(self, view: View, set_checksum: Callable[[ObjectRef, bytes], bool]) -> None:
+        self._view = view
+        self._set_checksum = set_checksum
+        self._queue: deque[ObjectRef] = deque()
+        self._news = asyncio.Event()
+        self._pool = ThreadPoolExecutor(1, "kvwire-seal")
+
+    def add(self, refs: Iterable[ObjectRef]) -> None:
+        self._queue.extend(refs)
+        self._news.set()
+
+    async def run(self) -> None:
+        """Seal for ever."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            while self._queue:
+                ref = self._queue.popleft()
+                digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
+                self._set_checksum(ref, digest)
+
+    async def intact(self, ref: ObjectRef) -> bool:
+        """Whether the bytes still match the checksum; True while there is none."""
+        if not ref.checksum:
+            return True
+        loop = asyncio.get_running_loop()
+        digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
+        return digest == ref.checksum
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=True, cancel_futures=True)
