@@ -30,6 +30,8 @@ _PINGS: Final = 2
 _FAREWELL_S: Final = 1.0
 _FIRST_RETRY_S: Final = 0.25
 _TOLD: Final = 8
+START_S: Final = 5.0
+"""How long a start waits for a server: an engine starts with or without one."""
 
 
 class LinkState(Enum):
@@ -77,6 +79,7 @@ class Link:
         self._state = LinkState.NEW
         self._reason = "the server has not been reached yet"
         self._draining = False
+        self._error: KvwireError | None = None
         self._loop: HealthLoop | None = None
         self._attach: AttachStream | None = None
         self._make_locks()
@@ -96,6 +99,7 @@ class Link:
     def _make_locks(self) -> None:
         self._lock = threading.RLock()
         self._recovering = threading.Lock()
+        self._tried = threading.Event()
 
     @property
     def interval(self) -> float:
@@ -122,15 +126,18 @@ class Link:
             return "the server is shutting down" if self._draining else ""
         return self._reason
 
-    def start(self) -> None:
-        """Connect, and watch the server from now on. Raises what went wrong; the monitor tries again."""
-        try:
-            self._recover()
-        except KvwireError as error:
-            self._degrade(str(error))
-            raise
-        finally:
-            self._watch()
+    def start(self, wait: float = START_S) -> None:
+        """Watch the server from now on. Returns when a first attempt to connect is over, or after `wait`."""
+        with self._lock:
+            if self._loop is None and self._state is not LinkState.CLOSED:
+                self._loop = loops.join(str(self.client.target), self)
+        self._wake()
+        self._tried.wait(wait)
+
+    def require(self) -> None:
+        """Raise what keeps the server from being used, as the first attempt to connect found it."""
+        if not self.is_usable:
+            raise self._error or self.unusable()
 
     def ensure(self) -> None:
         """Raise Unavailable unless the server is usable. In a forked child the first call connects."""
@@ -191,7 +198,10 @@ class Link:
                 self._degrade(problem)
             self._recover()
         except KvwireError as error:
+            self._error = error
             self._degrade(str(error))
+        finally:
+            self._tried.set()
 
     def _check(self) -> str:
         """What is wrong with the server, or an empty string."""
@@ -315,11 +325,6 @@ class Link:
                 self._told.add(reason)
         if news:
             logger.warning("kvwire: the server at %s is not used: %s", self.client.target, reason)
-
-    def _watch(self) -> None:
-        with self._lock:
-            if self._loop is None and self._state is not LinkState.CLOSED:
-                self._loop = loops.join(str(self.client.target), self)
 
     def _wake(self) -> None:
         loop = self._loop

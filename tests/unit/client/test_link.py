@@ -180,8 +180,9 @@ def test_a_failed_step_is_tried_again_at_the_next_heartbeat(server, make):
 def test_a_start_that_fails_says_why_and_heals_later(server, make):
     server.fail["NegotiateChunkSize"] = errors.BindingIncomplete("Wait.")
     link = make(interval=0.05)
+    link.start()
     with pytest.raises(errors.BindingIncomplete):
-        link.start()
+        link.require()
     assert link.degraded_reason == "Wait."
     server.fail.clear()
     eventually(lambda: link.is_healthy)
@@ -304,3 +305,14 @@ def test_a_closed_link_does_not_come_back(server, make):
     link.report(errors.NotRegistered("x"))
     assert not link.is_usable
     assert link.degraded_reason == "the client is closed"
+
+
+def test_a_start_does_not_wait_longer_than_told(server, make):
+    server.hold["RegisterKvCache"] = threading.Event()
+    link = make()
+    start = time.monotonic()
+    link.start(wait=0.2)
+    assert time.monotonic() - start < 0.45
+    assert not link.is_usable
+    with pytest.raises(errors.Unavailable, match="not been reached"):
+        link.require()
