@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvwire.client.channel import TlsConfig
-from kvwire.vllm.adapters import GroupBlocks, LoadStoreOp, SchedulerAdapter, WorkerAdapter
+from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
@@ -137,10 +137,7 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
 def to_op(job: Job) -> LoadStoreOp:
     chunks = job.plan.chunks
     return LoadStoreOp(
-        groups=tuple(
-            GroupBlocks(group.group_index, group.first_chunk, group.chunk_count, group.block_ids)
-            for group in job.plan.groups
-        ),
+        groups=job.plan.groups,
         first_chunk=chunks.start,
         chunk_count=len(chunks),
         session_id=job.prompt.session_id,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING
 
+from kvwire.client.jobs import NOT_WANTED, GroupBlocks
 from kvwire.vllm.layout import NULL_BLOCK
 
 if TYPE_CHECKING:
@@ -13,18 +14,6 @@ if TYPE_CHECKING:
     from kvwire.vllm.layout import ChunkCut, GroupCut
 
     Table = Sequence[int]
-
-NOT_WANTED: Final = -1
-
-
-@dataclass(frozen=True, slots=True)
-class GroupBlocks:
-    """Blocks of consecutive chunks of one group: as many ids per chunk as an object has rows."""
-
-    group_index: int
-    first_chunk: int
-    chunk_count: int
-    block_ids: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,9 +4,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvwire.client.jobs import NOT_WANTED
 from kvwire.vllm.layout import ChunkCut
 from kvwire.vllm.plan import (
-    NOT_WANTED,
     PlanError,
     external_tokens,
     load_plan,

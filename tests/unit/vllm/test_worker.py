@@ -2,8 +2,9 @@ from __future__ import annotations
 
 import pytest
 
+from kvwire.client.jobs import GroupBlocks
 from kvwire.vllm.metadata import Job, Prompt, StepMetadata
-from kvwire.vllm.plan import BlockPlan, GroupBlocks
+from kvwire.vllm.plan import BlockPlan
 from kvwire.vllm.worker import WorkerSide
 from support.fake_engine import FakeTransfers
 
