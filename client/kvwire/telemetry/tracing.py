@@ -70,8 +70,9 @@ class Tracing:
         self._exporter = exporter
         self._interceptors = interceptors
 
-    def server_interceptor(self) -> grpc.aio.ServerInterceptor:
-        return self._interceptors.ServerTracing(self.tracer)
+    def server_interceptors(self) -> list[grpc.aio.ServerInterceptor]:
+        """For grpc.aio.server(interceptors=...), before those that may refuse a call."""
+        return [self._interceptors.ServerTracing(self.tracer)]
 
     def client_interceptors(self, address: str = "") -> list[Any]:
         """For grpc.intercept_channel. `address` is the target, told in each span."""

@@ -79,7 +79,7 @@ def spans():
 
 @contextlib.asynccontextmanager
 async def serving():
-    server = grpc.aio.server(interceptors=[tracing.active().server_interceptor()])
+    server = grpc.aio.server(interceptors=tracing.active().server_interceptors())
     server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE, HANDLERS),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
