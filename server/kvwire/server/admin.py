@@ -8,6 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvwire.errors import InvalidArgument
 from kvwire.server import convert
+from kvwire.server.unserved import not_served
 from kvwire.server.version import server_version
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, layout_pb2, namespace_pb2
@@ -85,6 +86,15 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             next_page_token=str(listed[size - 1].generation) if more else "",
         )
 
+    ListObjects: Any = not_served("ListObjects")
+    Clear: Any = not_served("Clear")
+    Pin: Any = not_served("Pin")
+    Unpin: Any = not_served("Unpin")
+    SetQuota: Any = not_served("SetQuota")
+    GetQuota: Any = not_served("GetQuota")
+    Prefetch: Any = not_served("Prefetch")
+    Evict: Any = not_served("Evict")
+
     def _chunk_size(self) -> admin.ChunkSizeStatus:
         binding = self._core.binding.status()
         chosen = binding.chosen
@@ -160,7 +170,7 @@ def _layout(layout: KvLayout) -> layout_pb2.KvLayout:
         world_size=layout.world_size,
         groups=[
             layout_pb2.KvGroup(
-                kind=convert.KIND_NUMBERS[group.kind],  # type: ignore[arg-type]
+                kind=convert.KIND_NUMBERS[group.kind],
                 span_tokens=group.span_tokens,
                 window_tokens=group.window_tokens,
                 num_layers=group.num_layers,

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TypeVar
+from dataclasses import dataclass
 
+from kvwire.cli.settings import setting
 from kvwire.errors import ConfigError
 
 MIB = 1 << 20
-T = TypeVar("T")
 DATA_PATHS = ("shm", "ucx-local", "ucx-remote", "inline")
-
-
-def setting(text: str, default: T) -> T:
-    """A dataclass field whose help text `kvwire server --help`, `config show` and the docs share."""
-    found: T = field(default=default, metadata={"help": text})
-    return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +19,7 @@ class ServerConfig:
         "Where to serve gRPC: unix:PATH (a socket file, mode 0600) or HOST:PORT. Repeatable.",
         ("127.0.0.1:7470",),
     )
-    l1_size: int = setting("Size of the memory tier.", 1024 * MIB)
+    l1_size: int = setting("Size of the memory tier.", 1024 * MIB, "bytes")
     chunk_size: int = setting("Smallest chunk size in tokens; negotiation may round it up.", 256)
     max_chunk_size: int = setting("Largest chunk size in tokens that may be negotiated.", 65536)
     policy: str = setting("Eviction policy: lru or arc.", "lru")
@@ -50,15 +43,17 @@ class ServerConfig:
     insecure_bind: bool = setting("Allow a non-local address without TLS and token.", False)
     reflection: bool = setting("Serve gRPC reflection, for grpcurl and buf curl.", True)
 
-    lookup_lease: float = setting("How long a lookup holds what it found.", 60.0)
-    read_lease: float = setting("How long a retrieve may take.", 30.0)
-    write_lease: float = setting("How long a store may take.", 30.0)
-    session_ttl: float = setting("How long an unused session lives.", 600.0)
-    registration_ttl: float = setting("How long a silent client stays registered.", 120.0)
-    sweep_interval: float = setting("How often expired leases, sessions and clients are swept.", 1.0)
-    drain: float = setting("How long a stopping server waits for calls in flight.", 3.0)
+    lookup_lease: float = setting("How long a lookup holds what it found.", 60.0, "seconds")
+    read_lease: float = setting("How long a retrieve may take.", 30.0, "seconds")
+    write_lease: float = setting("How long a store may take.", 30.0, "seconds")
+    session_ttl: float = setting("How long an unused session lives.", 600.0, "seconds")
+    registration_ttl: float = setting("How long a silent client stays registered.", 120.0, "seconds")
+    sweep_interval: float = setting(
+        "How often expired leases, sessions and clients are swept.", 1.0, "seconds"
+    )
+    drain: float = setting("How long a stopping server waits for calls in flight.", 3.0, "seconds")
 
-    max_message: int = setting("Largest gRPC message in either direction.", 16 * MIB)
+    max_message: int = setting("Largest gRPC message in either direction.", 16 * MIB, "bytes")
     max_in_flight: int = setting("Most calls served at once; above it a call is refused.", 256)
     max_items: int = setting("Most items of one batch call.", 1024)
     max_chunks: int = setting("Most chunks or keys that one call names.", 65536)

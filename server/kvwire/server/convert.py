@@ -34,25 +34,29 @@ if TYPE_CHECKING:
 MAX_ID_BYTES: Final = 256
 MAX_EXTRA_INPUTS: Final = 1024
 
-_KINDS: Final[dict[int, GroupKind]] = {
+_KINDS: Final[dict[layout_pb2.KvGroupKind.ValueType, GroupKind]] = {
     layout_pb2.KV_GROUP_KIND_FULL_ATTENTION: "full",
     layout_pb2.KV_GROUP_KIND_SLIDING_WINDOW: "window",
     layout_pb2.KV_GROUP_KIND_RECURRENT: "recurrent",
 }
-_ROLES: Final[dict[int, Role]] = {
+_ROLES: Final[dict[cache.ClientRole.ValueType, Role]] = {
     cache.CLIENT_ROLE_SCHEDULER: "scheduler",
     cache.CLIENT_ROLE_WORKER: "worker",
     cache.CLIENT_ROLE_STANDALONE: "standalone",
 }
-PATHS: Final[dict[str, transfer_pb2.DataPath]] = {
+PATHS: Final[dict[str, transfer_pb2.DataPath.ValueType]] = {
     "": transfer_pb2.DATA_PATH_UNSPECIFIED,
     "shm": transfer_pb2.DATA_PATH_SHM,
     "ucx-local": transfer_pb2.DATA_PATH_UCX_LOCAL,
     "ucx-remote": transfer_pb2.DATA_PATH_UCX_REMOTE,
     "inline": transfer_pb2.DATA_PATH_INLINE,
 }
-KIND_NUMBERS: Final = {kind: number for number, kind in _KINDS.items()}
-ROLE_NUMBERS: Final = {role: number for number, role in _ROLES.items()}
+KIND_NUMBERS: Final[dict[GroupKind, layout_pb2.KvGroupKind.ValueType]] = {
+    kind: number for number, kind in _KINDS.items()
+}
+ROLE_NUMBERS: Final[dict[Role, cache.ClientRole.ValueType]] = {
+    role: number for number, role in _ROLES.items()
+}
 
 
 def namespace(message: namespace_pb2.Namespace) -> Namespace:
@@ -104,7 +108,7 @@ def prompt(request: cache.LookupRequest, config: ServerConfig) -> Prompt:
         return Prompt(space, keys=chunk_keys("chunk_keys", request.chunk_keys.keys, config))
     if len(request.tokens) % TOKEN_BYTES:
         raise TokensInvalid(
-            f"tokens has {len(request.tokens)} bytes, no multiple of {TOKEN_BYTES}: pack ids as little-endian uint32.",
+            f"tokens has {len(request.tokens)} bytes: pack ids as little-endian uint32 of {TOKEN_BYTES} bytes.",
             length=len(request.tokens),
         )
     extras = tuple(ExtraInput(extra.digest, extra.start, extra.length) for extra in request.extra_inputs)

@@ -1,10 +1,9 @@
-"""What every servicer shares: the engine, the data paths, the clock, and the work that follows an engine call."""
+"""What every servicer shares: the engine, the data paths, and the work that follows an engine call."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 import time
 from typing import TYPE_CHECKING
 
@@ -12,6 +11,7 @@ from kvwire.server.dataplane.shm import ShmPath
 from kvwire.v1 import cache_service_pb2 as cache
 
 if TYPE_CHECKING:
+    from kvwire.server.arena import BackedAllocator
     from kvwire.server.binding import ChunkSizeBinding
     from kvwire.server.config import ServerConfig
     from kvwire.server.dataplane import DataPlane
@@ -30,7 +30,10 @@ class Core:
 
     def __init__(
         self,
+        *,
         config: ServerConfig,
+        incarnation: bytes,
+        allocator: BackedAllocator,
         engine: CacheEngine,
         binding: ChunkSizeBinding,
         plane: DataPlane,
@@ -41,6 +44,8 @@ class Core:
         server_id: str,
     ) -> None:
         self.config = config
+        self.allocator = allocator
+        self.arena = allocator.arena
         self.engine = engine
         self.binding = binding
         self.plane = plane
@@ -49,7 +54,7 @@ class Core:
         self.supervisor = supervisor
         self.sealer = sealer
         self.server_id = server_id
-        self.incarnation = secrets.token_bytes(16)
+        self.incarnation = incarnation
         self.header = cache.ResponseHeader(incarnation=self.incarnation)
         self.started_at = time.time()
         self.addresses: tuple[str, ...] = ()
@@ -62,7 +67,7 @@ class Core:
         return time.monotonic()
 
     def settle(self) -> None:
-        """Follow up on what an engine call ended. Call it after every one that may end leases or registrations."""
+        """Follow up on what an engine call ended. Call it after every one that may end leases."""
         for ended in self.engine.drain_ended():
             task = asyncio.get_running_loop().create_task(self._cancel(ended))
             self._cancelling.add(task)
@@ -111,7 +116,7 @@ class Core:
 
 
 class Clients:
-    """What the server keeps of a registered client beside the engine: its path, and whether it is attached."""
+    """What the server keeps of a client beside the engine: its path, and whether it is attached."""
 
     def __init__(self) -> None:
         self._clients: dict[int, Client] = {}
@@ -121,6 +126,10 @@ class Clients:
 
     def get(self, registration_id: int) -> Client | None:
         return self._clients.get(registration_id)
+
+    def leave_all(self) -> None:
+        for registration_id in list(self._clients):
+            self.leave(registration_id)
 
     def leave(self, registration_id: int) -> None:
         client = self._clients.pop(registration_id, None)

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from kvwire.server.store import RemovedChunk, StoredChunk
+
 
 @dataclass(frozen=True, slots=True)
 class LoggedEvent:
@@ -84,3 +86,26 @@ class EventLog:
                 await asyncio.wait_for(self._news.wait(), idle)
             except TimeoutError:
                 yield EventPage((), position, lost=False)
+
+
+class StoreEvents:
+    """Writes what the store reports into the log."""
+
+    def __init__(self, log: EventLog) -> None:
+        self._log = log
+
+    def on_stored(self, event: StoredChunk) -> None:
+        self._log.append(
+            "store",
+            event.key,
+            size_bytes=event.size,
+            parent=event.parent_key,
+            root=event.root,
+            namespace_id=event.base_root,
+        )
+
+    def on_removed(self, event: RemovedChunk) -> None:
+        self._log.append("delete", event.key, root=event.root, namespace_id=event.base_root)
+
+    def on_cleared(self) -> None:
+        self._log.append("clear")

@@ -6,6 +6,7 @@ Handlers are wrapped once, when they are added to the server, so a call pays for
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import logging
 import time
@@ -53,7 +54,18 @@ class Guard:
         self.in_flight = 0
         self.rejected = 0
         self.draining = False
-        self._observe = observe
+        self._idle = asyncio.Event()
+        self.observe = observe
+
+    def drain(self) -> None:
+        """Refuse new work from now on."""
+        self.draining = True
+
+    async def drained(self, seconds: float) -> None:
+        """Wait until no call is in flight, at most so long."""
+        if self.in_flight:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), seconds)
 
     def add(self, server: grpc.aio.Server, register: Callable[[Any, Any], None], servicer: object) -> None:
         """`register` is a generated add_...Servicer_to_server function."""
@@ -94,9 +106,9 @@ class Guard:
                 code = "INTERNAL"
                 await self._abort(context, _internal(method, error))
             finally:
-                self.in_flight -= limited
-                if self._observe is not None:
-                    self._observe(method, code, time.perf_counter() - started)
+                self._left(limited)
+                if self.observe is not None:
+                    self.observe(method, code, time.perf_counter() - started)
 
         return call
 
@@ -121,11 +133,16 @@ class Guard:
                 code = "INTERNAL"
                 await self._abort(context, _internal(method, error))
             finally:
-                self.in_flight -= limited
-                if self._observe is not None:
-                    self._observe(method, code, time.perf_counter() - started)
+                self._left(limited)
+                if self.observe is not None:
+                    self.observe(method, code, time.perf_counter() - started)
 
         return call
+
+    def _left(self, limited: bool) -> None:
+        self.in_flight -= limited
+        if self.draining and not self.in_flight:
+            self._idle.set()
 
     def _admit(self, method: str, limited: bool) -> None:
         if self.draining and method not in OPEN_WHILE_DRAINING:

@@ -122,6 +122,12 @@ def clear_dead_socket(path: str) -> None:
     raise ConfigError(f"--listen unix:{path}: another server is running there.", setting="listen")
 
 
+def remove_sockets(targets: tuple[str, ...]) -> None:
+    for target in targets:
+        if target.startswith("unix:"):
+            Path(target.removeprefix("unix:")).unlink(missing_ok=True)
+
+
 def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     """TLS or mTLS credentials, or None without --tls-cert. Raises ConfigError for unreadable files."""
     if not config.tls_cert:

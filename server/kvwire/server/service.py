@@ -198,7 +198,7 @@ async def _in_slices(steps: Any, core: Core) -> LookupResult:
 
 
 def _common_version(offered: Any) -> int:
-    common = set(offered or (1,)) & set(PROTOCOL_VERSIONS)
+    common: set[int] = set(offered or (1,)) & set(PROTOCOL_VERSIONS)
     if common:
         return max(common)
     theirs, ours = sorted(offered), sorted(PROTOCOL_VERSIONS)

@@ -25,10 +25,10 @@ class Session:
     generation: int
     space: Space
     last_used: float
-    keys: list[bytes] = field(default_factory=list)
-    tokens: bytes = b""
+    keys: list[bytes] = field(default_factory=list, repr=False)
+    tokens: bytes = field(default=b"", repr=False)
     extras: tuple[ExtraInput, ...] = ()
-    lease: LookupLease | None = None
+    lease: LookupLease | None = field(default=None, repr=False)
     # How often it was looked up: an older lookup that is still hashing must not overwrite a newer one.
     lookups: int = 0
     counted_chunks: int = 0

@@ -149,14 +149,15 @@ class Transfers:
         ticket.expires_in.CopyFrom(convert.duration(ttl))
         ticket.piece_bytes = opened.piece_bytes
         mapped = path == "shm"
-        for index, slot in enumerate(slots):
+        each: SlotGrant | ReadSlot
+        for index, each in enumerate(slots):
             ticket.slots.add(
-                chunk_index=slot.chunk_index,
-                group_index=slot.group_index,
-                size_bytes=slot.size,
-                arena_offset=slot.offset if mapped else 0,
+                chunk_index=each.chunk_index,
+                group_index=each.group_index,
+                size_bytes=each.size,
+                arena_offset=each.offset if mapped else 0,
                 first_tag=opened.first_tags[index] if opened.first_tags else 0,
-                checksum=getattr(slot, "checksum", b""),
+                checksum=getattr(each, "checksum", b""),
             )
 
     def _commit(self, registration_id: int, good: CommitItem | None, lease_id: int) -> CommitResult:

@@ -11,13 +11,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
     from kvwire.server.dataplane.base import PathOffer, SlotMemory
-    from kvwire.transfer.shm import SharedArena
+    from kvwire.transfer.arena import Arena
 
 PIECE_BYTES: Final = 1 << 20
 
 
 class InlinePath:
-    def __init__(self, arena: SharedArena) -> None:
+    def __init__(self, arena: Arena) -> None:
         self._arena = arena
         self._writes: dict[int, _Writes] = {}
         self._reads: dict[int, tuple[SlotMemory, ...]] = {}

@@ -1,0 +1,207 @@
+"""The cache server put together, in reading order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import socket
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+
+from kvwire.server import listen
+from kvwire.server.admin import AdminService
+from kvwire.server.arena import BackedAllocator, grow_ahead, make_arena
+from kvwire.server.binding import Binder, ChunkSizeBinding
+from kvwire.server.core import Core
+from kvwire.server.dataplane.paths import make_plane
+from kvwire.server.engine import CacheEngine
+from kvwire.server.eventlog import EventLog, StoreEvents
+from kvwire.server.guard import BearerAuth, Guard
+from kvwire.server.http import HttpServer, server_routes
+from kvwire.server.metrics import RpcMetrics, ServerState, server_registry
+from kvwire.server.reflection import add_reflection
+from kvwire.server.sealing import Sealer
+from kvwire.server.service import CacheService
+from kvwire.server.state import EngineConfig
+from kvwire.server.store import L1Store, make_policy
+from kvwire.server.supervisor import Supervisor, every
+from kvwire.server.unserved import PeerService
+from kvwire.server.version import server_version
+from kvwire.telemetry import tracing
+from kvwire.transfer.hosts import host_id
+from kvwire.v1 import admin_service_pb2_grpc, cache_service_pb2_grpc, peer_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from kvwire.server.config import ServerConfig
+
+log = logging.getLogger("kvwire.server")
+
+SERVICES: Final = ("kvwire.v1.CacheService", "kvwire.v1.AdminService", "kvwire.v1.PeerService")
+KEEPALIVE_MS: Final = 5000
+
+
+class CacheServer:
+    """One server: `start`, `run until told`, `stop`. Everything it opened is closed after `stop`."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self.core = _make_core(config, self._on_task_death)
+        self._health = health.aio.HealthServicer()
+        self._rpcs = RpcMetrics()
+        self.core.guard.observe = self._rpcs
+        self._http = HttpServer(server_routes(self._registry(), self._problem))
+        self.http_address = ""
+        self._grpc = self._make_grpc()
+
+    async def start(self) -> None:
+        """Listen and serve. Raises ConfigError for an address that cannot be had; nothing is left open then."""
+        try:
+            await self._listen()
+            if self.config.http:
+                self.http_address = await self._http.start(self.config.http)
+        except BaseException:
+            await self.stop(0)
+            raise
+        self.core.supervisor.start("sweep", every(self.config.sweep_interval, self.core.sweep))
+        self.core.supervisor.start("seal", self.core.sealer.run())
+        self.core.supervisor.start("grow", grow_ahead(self.core.allocator))
+        await self._set_health(serving=True)
+
+    async def stop(self, grace: float | None = None) -> None:
+        """Refuse new work, let calls in flight end within `grace` seconds, then end everything."""
+        core = self.core
+        core.guard.drain()
+        core.stopping.set()
+        await self._set_health(serving=False)
+        await asyncio.sleep(0)
+        await core.guard.drained(self.config.drain if grace is None else grace)
+        core.clients.leave_all()
+        await self._grpc.stop(0.2)
+        await core.supervisor.stop()
+        await core.stop()
+        await self._http.close()
+        core.sealer.close()
+        core.arena.unlink()
+        core.arena.close()
+        listen.remove_sockets(core.addresses)
+
+    async def _listen(self) -> None:
+        addresses = [listen.parse_address(text) for text in self.config.listen]
+        for address in addresses:
+            listen.check_exposure(address, self.config)
+        credentials = listen.server_credentials(self.config)
+        for address in addresses:
+            bound = listen.bind(self._grpc, address, credentials)
+            self.core.addresses = (*self.core.addresses, bound.target)
+        await self._grpc.start()
+
+    def _make_grpc(self) -> grpc.aio.Server:
+        config, core = self.config, self.core
+        interceptors: list[grpc.aio.ServerInterceptor] = []
+        active = tracing.active()
+        if active is not None:
+            interceptors += active.server_interceptors()
+        if config.token_file:
+            token = listen.read_file(config.token_file, "token_file").strip()
+            interceptors.append(BearerAuth(token))
+        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        core.guard.add(server, cache_service_pb2_grpc.add_CacheServiceServicer_to_server, CacheService(core))
+        core.guard.add(server, admin_service_pb2_grpc.add_AdminServiceServicer_to_server, AdminService(core))
+        core.guard.add(server, peer_service_pb2_grpc.add_PeerServiceServicer_to_server, PeerService())
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
+        if config.reflection:
+            add_reflection(server, (*SERVICES, health.SERVICE_NAME))
+        return server
+
+    async def _set_health(self, *, serving: bool) -> None:
+        state = health_pb2.HealthCheckResponse
+        value = state.SERVING if serving else state.NOT_SERVING
+        for name in ("", *SERVICES):
+            await self._health.set(name, value)
+
+    def _on_task_death(self, name: str) -> None:
+        # The state is wrong from now on: say so, rather than serve on.
+        task = asyncio.ensure_future(self._set_health(serving=False))
+        self._dying = task
+
+    def _problem(self) -> str:
+        dead = [task.name for task in self.core.supervisor.states() if not task.running]
+        if dead:
+            return f"background tasks have died: {', '.join(dead)}"
+        return "draining" if self.core.guard.draining else ""
+
+    def _registry(self) -> Any:
+        core = self.core
+
+        def read() -> ServerState:
+            return ServerState(
+                engine=core.engine.status(),
+                calls_in_flight=core.guard.in_flight,
+                rejected=core.guard.rejected,
+                task_deaths=core.supervisor.deaths,
+                draining=core.guard.draining,
+            )
+
+        return server_registry(self._rpcs, read, version=server_version(), server_id=core.server_id)
+
+
+def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
+    incarnation = secrets.token_bytes(16)
+    policy = make_policy(config.policy, config.l1_size)
+    arena = make_arena(config, incarnation)
+    events = EventLog()
+    allocator = BackedAllocator(arena)
+    store = L1Store(allocator, policy, StoreEvents(events))
+
+    def session_started() -> None:
+        binding.session_started()
+
+    engine = CacheEngine(store, _engine_config(config), session_started)
+    binders = (
+        Binder("token hasher", engine.bind_chunk_size),
+        Binder("session manager", engine.bind_chunk_size),
+        Binder("telemetry", lambda size: log.info("chunk size bound", extra={"chunk_size": size})),
+    )
+    binding = ChunkSizeBinding(config.chunk_size, config.max_chunk_size, binders)
+    return Core(
+        config=config,
+        allocator=allocator,
+        engine=engine,
+        binding=binding,
+        plane=make_plane(config, arena, host_id()),
+        incarnation=incarnation,
+        events=events,
+        guard=Guard(config.max_in_flight),
+        supervisor=Supervisor(on_task_death),
+        sealer=Sealer(arena.view, engine.set_checksum),
+        server_id=config.server_id or socket.gethostname(),
+    )
+
+
+def _engine_config(config: ServerConfig) -> EngineConfig:
+    return EngineConfig(
+        lookup_ttl=config.lookup_lease,
+        read_ttl=config.read_lease,
+        write_ttl=config.write_lease,
+        session_ttl=config.session_ttl,
+        registration_ttl=config.registration_ttl,
+        max_sessions=config.max_sessions,
+        max_registrations=config.max_registrations,
+    )
+
+
+def _options(config: ServerConfig) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", config.max_message),
+        ("grpc.max_send_message_length", config.max_message),
+        # A port in use is an error, never shared with another server.
+        ("grpc.so_reuseport", 0),
+        # A peer that vanished without closing is noticed, and its Attach stream ends.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]

@@ -1,0 +1,40 @@
+"""Which data paths this server has, and why it lacks the others."""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from kvwire.server.dataplane import DataPlane
+from kvwire.server.dataplane.inline import InlinePath
+from kvwire.server.dataplane.shm import ShmPath
+from kvwire.transfer.shm import SharedArena
+
+if TYPE_CHECKING:
+    from kvwire.server.config import ServerConfig
+    from kvwire.server.dataplane import ServerPath
+    from kvwire.transfer.arena import GrowingArena
+
+UCX_PATHS = ("ucx-local", "ucx-remote")
+
+
+def make_plane(config: ServerConfig, arena: GrowingArena, host_id: str) -> DataPlane:
+    paths: dict[str, ServerPath] = {}
+    off: dict[str, str] = {}
+    for name in config.data_paths:
+        found = _make(name, config, arena, host_id)
+        if isinstance(found, str):
+            off[name] = found
+        else:
+            paths[name] = found
+    return DataPlane(paths, off)
+
+
+def _make(name: str, config: ServerConfig, arena: GrowingArena, host_id: str) -> ServerPath | str:
+    if name == "inline":
+        return InlinePath(arena)
+    if name == "shm":
+        return ShmPath(arena, host_id) if isinstance(arena, SharedArena) else "the arena is private (--arena)"
+    if find_spec("ucxx") is None:
+        return "ucxx is not installed: pip install 'kvwire[ucx-cu12]'"
+    return "not yet"

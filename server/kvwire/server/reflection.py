@@ -1,0 +1,36 @@
+"""Reflection under both names: grpcurl up to 1.8 asks for v1alpha, newer tools ask for v1 first."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import grpc
+from grpc_reflection.v1alpha import reflection
+from grpc_reflection.v1alpha.reflection_pb2 import DESCRIPTOR
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+V1_NAME = "grpc.reflection.v1.ServerReflection"
+
+
+def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
+    """The messages of v1 and v1alpha are the same on the wire; only the service's name differs."""
+    names = (*services, reflection.SERVICE_NAME)
+    servicer: Any = reflection.aio.ReflectionServicer(names)
+    service = DESCRIPTOR.services_by_name["ServerReflection"]
+    method = service.methods_by_name["ServerReflectionInfo"]
+    messages = DESCRIPTOR.message_types_by_name
+    handler = grpc.stream_stream_rpc_method_handler(
+        servicer.ServerReflectionInfo,
+        request_deserializer=_class_of(messages["ServerReflectionRequest"]).FromString,
+        response_serializer=_class_of(messages["ServerReflectionResponse"]).SerializeToString,
+    )
+    for name in (V1_NAME, reflection.SERVICE_NAME):
+        server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, {method.name: handler}),))
+
+
+def _class_of(descriptor: Any) -> Any:
+    from google.protobuf import message_factory
+
+    return message_factory.GetMessageClass(descriptor)
