@@ -1,0 +1,1 @@
+"""`kvwire bench`: calls against a bare gRPC echo, data paths against memcpy, each as ratios of one run."""
