@@ -282,6 +282,12 @@ class Client:
             items = [types.EndRetrieveItem(lease_id) for lease_id in lease_ids]
             self._send_quietly(calls.end_retrieve(registration_id, items))
 
+    def release_quietly(self, registration_id: int, items: Sequence[types.ReleaseItem]) -> None:
+        self._send_quietly(calls.release_lookup(registration_id, items))
+
+    def end_sessions_quietly(self, registration_id: int, session_ids: Sequence[str]) -> None:
+        self._send_quietly(calls.end_sessions(registration_id, session_ids))
+
     def _stub(self) -> Any:
         return self._connection.stub("CacheService")
 

@@ -1,0 +1,187 @@
+"""What a batch of jobs is made of on its way: tasks, parts below the limits, tickets and their bytes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from kvwire import telemetry
+from kvwire.client import split
+from kvwire.client.types import Path
+from kvwire.errors import TransferFailed, Unavailable
+from kvwire.transfer.base import Slot, SlotResult, Ticket
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Sequence
+    from contextlib import AbstractContextManager
+
+    from kvwire.client.client import Client
+    from kvwire.client.jobs import ObjectName, TransferJob
+    from kvwire.client.layout import KvLayout
+    from kvwire.client.types import TransferItem
+    from kvwire.transfer.base import ByteArray, Drain, Fill
+    from kvwire.v1 import transfer_pb2
+
+PATH_NAMES: Final = {
+    Path.SHM: "shm",
+    Path.UCX_LOCAL: "ucx-local",
+    Path.UCX_REMOTE: "ucx-remote",
+    Path.INLINE: "inline",
+}
+PART_BYTES: Final = 512 << 20
+"""What one lease covers at most: it must not run out while its bytes are under way."""
+
+
+class BoundPath(Protocol):
+    """The data path of one registration. Safe to use from several threads.
+
+    Both return when nothing touches the engine's blocks any more, with one result per slot. An exception
+    means that the path is dead.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    def write(self, ticket: Ticket, fill: Fill, deadline: float) -> list[SlotResult]: ...
+
+    def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]: ...
+
+
+class Blocks(Protocol):
+    """The engine's blocks, group by group. Byte ranges are those of an object made of these blocks."""
+
+    def gather(self, group: int, block_ids: Sequence[int], start: int, stop: int, out: ByteArray) -> None: ...
+
+    def scatter(self, group: int, block_ids: Sequence[int], start: int, stop: int, data: ByteArray) -> None:
+        """Rows of blocks with the id -1 are left out."""
+
+
+class Task:
+    """One job on its way. The two questions let its owner withdraw it."""
+
+    def __init__(self, job: TransferJob, trace: Any = None) -> None:
+        self.job = job
+        self.trace = trace
+
+    def is_cancelled(self) -> bool:
+        """Asked between slots: what is not moved yet is then left."""
+        return False
+
+    def may_commit(self) -> bool:
+        """Asked once, when all bytes are read and before anything is published."""
+        return True
+
+
+@dataclass(slots=True)
+class Part:
+    """What one item of a call asks for of one task."""
+
+    task: Task
+    item: TransferItem
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One registration's means, as long as it is good."""
+
+    client: Client
+    registration_id: int
+    layout: KvLayout
+    path: BoundPath
+    blocks: Blocks
+
+    def parts(self, tasks: Sequence[Task]) -> Iterator[list[Part]]:
+        """The tasks' items below the server's limits and `PART_BYTES`, in calls."""
+        limits = self.client.state.limits
+        num_groups = len(self.layout.groups)
+        chunk_bytes = sum(group.object_bytes for group in self.layout.groups)
+        by_size = max(PART_BYTES // max(chunk_bytes, 1), 1)
+        chunks = min(limits.max_chunks, by_size) if limits.max_chunks else by_size
+        limits = replace(limits, max_chunks=chunks)
+        parts = [
+            Part(task, item) for task in tasks for item in split.cut(task.job.item(), limits, num_groups)
+        ]
+        done = 0
+        for batch in split.transfer_batches([part.item for part in parts], limits, num_groups):
+            yield parts[done : done + len(batch)]
+            done += len(batch)
+
+    def fill(self, task: Task) -> Fill:
+        """Reads the task's blocks, until the task is withdrawn."""
+
+        def fill(slot: Slot, start: int, stop: int, out: ByteArray, /) -> None:
+            if task.is_cancelled():
+                raise cancelled()
+            ids = task.job.blocks_of((slot.chunk_index, slot.group_index))
+            self.blocks.gather(slot.group_index, ids, start, stop, out)
+
+        return fill
+
+    def drain(self, task: Task) -> Drain:
+        def drain(slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
+            if task.is_cancelled():
+                raise cancelled()
+            ids = task.job.blocks_of((slot.chunk_index, slot.group_index))
+            self.blocks.scatter(slot.group_index, ids, start, stop, data)
+
+        return drain
+
+    def ticket(self, message: transfer_pb2.Ticket) -> Ticket:
+        """The ticket as data paths take it. Raises TransferFailed for sizes that are not the layout's."""
+        ticket = to_ticket(message)
+        for slot in ticket.slots:
+            groups = self.layout.groups
+            size = groups[slot.group_index].object_bytes if slot.group_index < len(groups) else 0
+            if slot.size_bytes != size:
+                raise TransferFailed(
+                    f"The server has {slot.size_bytes} bytes for an object of {size} bytes.",
+                    path=self.path.name,
+                    cause="size",
+                )
+        return ticket
+
+    def seconds(self, ticket: transfer_pb2.Ticket, method: str) -> float:
+        """How long a ticket's bytes may take: the call's deadline, or the lease's where that is shorter."""
+        lease = ticket.expires_in.ToTimedelta().total_seconds()
+        return min(self.client.deadlines[method], lease) if lease > 0 else self.client.deadlines[method]
+
+    def span(self, direction: str, ticket: Ticket, task: Task) -> AbstractContextManager[object]:
+        size = sum(slot.size_bytes for slot in ticket.slots)
+        return telemetry.data_plane_span(self.path.name, direction, size, ticket.lease_id, parent=task.trace)
+
+
+def cancelled() -> Unavailable:
+    return Unavailable("The job was withdrawn before it was done.")
+
+
+def to_ticket(message: transfer_pb2.Ticket) -> Ticket:
+    """The ticket as the data paths take it."""
+    slots = tuple(
+        Slot(
+            index,
+            slot.chunk_index,
+            slot.group_index,
+            slot.size_bytes,
+            slot.arena_offset,
+            slot.first_tag,
+            slot.checksum,
+        )
+        for index, slot in enumerate(message.slots)
+    )
+    return Ticket(message.lease_id, PATH_NAMES.get(Path(message.path), ""), slots, message.piece_bytes)
+
+
+def name(ticket: Ticket, slot: int) -> ObjectName:
+    return ticket.slots[slot].chunk_index, ticket.slots[slot].group_index
+
+
+def slot_names(ticket: Ticket | transfer_pb2.Ticket) -> list[ObjectName]:
+    return [(slot.chunk_index, slot.group_index) for slot in ticket.slots]
+
+
+def names(item: TransferItem) -> list[ObjectName]:
+    return [
+        (chunk, each.group_index)
+        for each in item.ranges
+        for chunk in range(each.first_chunk, each.first_chunk + each.chunk_count)
+    ]

@@ -1,0 +1,238 @@
+"""Begin, move the bytes, commit or end: one pass over a batch of jobs."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, defaultdict
+from typing import TYPE_CHECKING
+
+from kvwire.client.jobs import RetrieveResult, StoreResult
+from kvwire.client.pipeline import cancelled, name, names, slot_names
+from kvwire.client.types import CommitItem, EndRetrieveItem
+from kvwire.errors import ChecksumMismatch, KvwireError, LeaseLost, ObjectNotFound, OutOfSpace
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.client.jobs import ObjectName
+    from kvwire.client.pipeline import Part, Session, Task
+    from kvwire.client.types import Committed, RetrieveGrant
+    from kvwire.transfer.base import Ticket
+
+
+class StoreRun:
+    """One pass over a batch of stores. The results are in the order of the tasks."""
+
+    def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
+        self._session = session
+        self._tasks = tasks
+        self._counts: dict[Task, Counter[str]] = {task: Counter() for task in tasks}
+        self._failed: defaultdict[Task, set[ObjectName]] = defaultdict(set)
+        self._errors: dict[Task, KvwireError] = {}
+
+    def run(self) -> list[StoreResult]:
+        for parts in self._session.parts(self._tasks):
+            wanted = [part for part in parts if not self._is_over(part)]
+            try:
+                self._store(wanted)
+            except KvwireError as error:
+                for part in wanted:
+                    self._fail(part.task, names(part.item), error)
+        return [self._result(task) for task in self._tasks]
+
+    def _is_over(self, part: Part) -> bool:
+        """Chunks behind a hole can never be hit."""
+        if part.task.is_cancelled():
+            self._errors.setdefault(part.task, cancelled())
+        error = self._errors.get(part.task)
+        if error is not None:
+            self._fail(part.task, names(part.item), error)
+        return error is not None
+
+    def _store(self, parts: Sequence[Part]) -> None:
+        if not parts:
+            return
+        session = self._session
+        grants = session.client.begin_store(session.registration_id, [part.item for part in parts])
+        leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
+        written: list[tuple[Part, Ticket, CommitItem]] = []
+        ready: list[tuple[Part, Ticket, CommitItem]] = []
+        try:
+            for part, grant in zip(parts, grants, strict=True):
+                counts = self._counts[part.task]
+                counts["already_stored"] += grant.already_stored
+                counts["being_written"] += grant.being_written
+                counts["no_space"] += grant.no_space
+                if grant.error is not None:
+                    self._fail(part.task, names(part.item), grant.error)
+                elif grant.ticket is not None:
+                    ticket = session.ticket(grant.ticket)
+                    item = self._write(part, ticket, session.seconds(grant.ticket, "CommitStore"))
+                    if item is not None:
+                        written.append((part, ticket, item))
+            ready = [each for each in written if self._may_commit(each[0].task)]
+        finally:
+            leases -= {ticket.lease_id for _, ticket, _ in ready}
+            session.client.abort_quietly(session.registration_id, sorted(leases))
+        self._commit(ready)
+
+    def _write(self, part: Part, ticket: Ticket, seconds: float) -> CommitItem | None:
+        """Fill the slots. None: there is nothing to publish."""
+        task, session = part.task, self._session
+        with session.span("store", ticket, task):
+            results = session.path.write(ticket, session.fill(task), time.monotonic() + seconds)
+        good = [result for result in results if result.error is None]
+        for result in results:
+            if result.error is not None:
+                self._fail(task, [name(ticket, result.index)], result.error)
+        if not good:
+            return None
+        checksums = tuple(result.checksum for result in good) if all(each.checksum for each in good) else ()
+        return CommitItem(ticket.lease_id, tuple(result.index for result in good), checksums)
+
+    def _may_commit(self, task: Task) -> bool:
+        if task.may_commit():
+            return True
+        self._errors.setdefault(task, cancelled())
+        return False
+
+    def _commit(self, commits: Sequence[tuple[Part, Ticket, CommitItem]]) -> None:
+        if not commits:
+            return
+        session = self._session
+        try:
+            results = session.client.commit_store(session.registration_id, [item for *_, item in commits])
+        except KvwireError as error:
+            for part, ticket, item in commits:
+                self._fail(part.task, [name(ticket, slot) for slot in item.slots], error)
+            session.client.abort_quietly(session.registration_id, [item.lease_id for *_, item in commits])
+            return
+        for (part, ticket, item), result in zip(commits, results, strict=True):
+            self._committed(part.task, ticket, item, result)
+
+    def _committed(self, task: Task, ticket: Ticket, item: CommitItem, result: Committed) -> None:
+        lost = set(result.failed_slots)
+        if result.error is not None and not lost:
+            lost = set(item.slots)
+        error = result.error or LeaseLost("The server published fewer objects than it was given.")
+        if not lost and result.committed < len(item.slots):
+            lost = set(item.slots)
+        if lost:
+            self._fail(task, [name(ticket, slot) for slot in lost], error)
+        kept = [slot for slot in item.slots if slot not in lost]
+        self._counts[task]["stored"] += len(kept)
+        self._counts[task]["stored_bytes"] += sum(ticket.slots[slot].size_bytes for slot in kept)
+
+    def _fail(self, task: Task, names: Sequence[ObjectName], error: KvwireError) -> None:
+        self._failed[task].update(names)
+        self._errors.setdefault(task, error)
+
+    def _result(self, task: Task) -> StoreResult:
+        counts = self._counts[task]
+        error = self._errors.get(task)
+        if error is None and counts["no_space"]:
+            error = OutOfSpace(f"The server had no memory for {counts['no_space']} objects.")
+        return StoreResult(**counts, failed=tuple(sorted(self._failed[task])), error=error)
+
+
+class RetrieveRun:
+    """One pass over a batch of retrieves. The results are in the order of the tasks."""
+
+    def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
+        self._session = session
+        self._tasks = tasks
+        self._failed: defaultdict[Task, set[ObjectName]] = defaultdict(set)
+        self._errors: dict[Task, KvwireError] = {}
+        self._bytes: Counter[Task] = Counter()
+
+    def run(self) -> list[RetrieveResult]:
+        for parts in self._session.parts(self._tasks):
+            wanted = [part for part in parts if not self._is_over(part)]
+            try:
+                self._retrieve(wanted)
+            except KvwireError as error:
+                for part in wanted:
+                    self._fail(part.task, names(part.item), error)
+        return [self._result(task) for task in self._tasks]
+
+    def _is_over(self, part: Part) -> bool:
+        """A job with a hole in it is not worth its later parts, but they have failed with it."""
+        if part.task.is_cancelled():
+            self._errors.setdefault(part.task, cancelled())
+        error = self._errors.get(part.task)
+        if error is not None:
+            self._fail(part.task, names(part.item), error)
+        return error is not None
+
+    def _retrieve(self, parts: Sequence[Part]) -> None:
+        if not parts:
+            return
+        session = self._session
+        grants = session.client.begin_retrieve(session.registration_id, [part.item for part in parts])
+        ends: list[tuple[Part, Ticket, EndRetrieveItem]] = []
+        leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
+        try:
+            for part, grant in zip(parts, grants, strict=True):
+                if grant.error is not None:
+                    self._fail(part.task, names(part.item), grant.error)
+                    continue
+                self._note_missing(part, grant)
+                if grant.ticket is not None:
+                    ticket = session.ticket(grant.ticket)
+                    seconds = session.seconds(grant.ticket, "EndRetrieve")
+                    ends.append((part, ticket, self._read(part.task, ticket, seconds)))
+        except BaseException:
+            session.client.end_quietly(session.registration_id, sorted(leases))
+            raise
+        self._end(ends)
+
+    def _note_missing(self, part: Part, grant: RetrieveGrant) -> None:
+        """All that is not granted is missing, whether the server names it or not."""
+        granted = slot_names(grant.ticket) if grant.ticket is not None else ()
+        for chunk, group in sorted(set(names(part.item)) - set(granted)):
+            text = f"Chunk {chunk} of KV group {group} is not in the cache any more."
+            self._fail(part.task, [(chunk, group)], ObjectNotFound(text, chunk=chunk, group=group))
+
+    def _read(self, task: Task, ticket: Ticket, seconds: float) -> EndRetrieveItem:
+        session = self._session
+        with session.span("retrieve", ticket, task):
+            results = session.path.read(ticket, session.drain(task), time.monotonic() + seconds)
+        for result in results:
+            if result.error is not None:
+                self._fail(task, [name(ticket, result.index)], result.error)
+        corrupt = tuple(each.index for each in results if isinstance(each.error, ChecksumMismatch))
+        return EndRetrieveItem(ticket.lease_id, corrupt)
+
+    def _end(self, ends: Sequence[tuple[Part, Ticket, EndRetrieveItem]]) -> None:
+        """Only a lease that was held all the time makes what was read true."""
+        if not ends:
+            return
+        session = self._session
+        try:
+            held = session.client.end_retrieve(session.registration_id, [item for *_, item in ends])
+        except KvwireError as error:
+            for part, ticket, _item in ends:
+                self._fail(part.task, slot_names(ticket), error)
+            return
+        for (part, ticket, _item), is_held in zip(ends, held, strict=True):
+            if is_held:
+                self._bytes[part.task] += sum(slot.size_bytes for slot in ticket.slots)
+            else:
+                lost = LeaseLost(
+                    "The read lease ended while its bytes were copied.", lease_id=ticket.lease_id
+                )
+                self._fail(part.task, slot_names(ticket), lost)
+
+    def _fail(self, task: Task, names: Sequence[ObjectName], error: KvwireError) -> None:
+        self._failed[task].update(names)
+        self._errors.setdefault(task, error)
+
+    def _result(self, task: Task) -> RetrieveResult:
+        failed = self._failed[task]
+        good = sum(1 for name in task.job.objects() if name not in failed)
+        return RetrieveResult(
+            retrieved=good,
+            retrieved_bytes=self._bytes[task],
+            failed=tuple(sorted(failed)),
+            error=self._errors.get(task),
+        )
