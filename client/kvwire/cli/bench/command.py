@@ -23,8 +23,8 @@ CONTROL_TEXT = """Ping and lookups against a bare grpc.aio echo of 64 bytes, ove
   kvwire bench control --quick --json
 
 Reported per operation: its p50 over the p50 of the echoes around it. Lookups send tokens, are leased, and
-come in sessions that the server has not seen, so it hashes every prompt; the worse of hit and miss counts. Callers
-are processes; they end their sessions in batches, within the measured time."""
+come in sessions that the server has not seen, so it hashes every prompt; the worse of hit and miss counts.
+Callers are processes; they end their sessions in batches, within the measured time."""
 
 command = command_app("bench", TEXT)
 control_app = command_app("control", CONTROL_TEXT)
