@@ -57,7 +57,7 @@ class CacheServer:
         self._grpc = self._make_grpc()
 
     async def start(self) -> None:
-        """Listen and serve. Raises ConfigError for an address that cannot be had; nothing is left open then."""
+        """Listen and serve. Raises ConfigError for an address that cannot be had, and leaves nothing open."""
         try:
             await self._listen()
             if self.config.http:

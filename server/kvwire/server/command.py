@@ -24,7 +24,7 @@ HELP: Final = """Run a cache server: it keeps the KV cache of prompts for infere
   kvwire server --listen 127.0.0.1:7470 --http 127.0.0.1:7480
   kvwire server --listen 0.0.0.0:7470 --tls-cert c.pem --tls-key k.pem --token-file token
 
-Ctrl-C and SIGTERM stop it: it takes no new work, lets calls in flight end (--drain), and leaves nothing behind."""
+Ctrl-C and SIGTERM stop it: it takes no new work, lets calls in flight end (--drain), leaves no trace."""
 
 
 def run(config: ServerConfig) -> int:
@@ -53,11 +53,16 @@ async def serve(config: ServerConfig) -> int:
     # What was made so far lives as long as the server: the collector need not look at it again.
     gc.collect()
     gc.freeze()
-    print(banner(server), file=sys.stderr, flush=True)
+    say(banner(server))
     await told.wait()
-    print("kvwire server: stopping", file=sys.stderr, flush=True)
+    say("kvwire server: stopping")
     await server.stop()
     return 0
+
+
+def say(text: str) -> None:
+    sys.stderr.write(f"{text}\n")
+    sys.stderr.flush()
 
 
 def banner(server: CacheServer) -> str:

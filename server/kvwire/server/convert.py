@@ -108,7 +108,7 @@ def prompt(request: cache.LookupRequest, config: ServerConfig) -> Prompt:
         return Prompt(space, keys=chunk_keys("chunk_keys", request.chunk_keys.keys, config))
     if len(request.tokens) % TOKEN_BYTES:
         raise TokensInvalid(
-            f"tokens has {len(request.tokens)} bytes: pack ids as little-endian uint32 of {TOKEN_BYTES} bytes.",
+            f"tokens has {len(request.tokens)} bytes: pack ids as little-endian uint32.",
             length=len(request.tokens),
         )
     extras = tuple(ExtraInput(extra.digest, extra.start, extra.length) for extra in request.extra_inputs)

@@ -150,7 +150,7 @@ class Guard:
         if limited and self.in_flight > self.max_in_flight:
             self.rejected += 1
             raise Overloaded(
-                f"{self.in_flight} calls are in flight, {self.max_in_flight} are allowed: repeat in a moment.",
+                f"{self.in_flight} calls are in flight, {self.max_in_flight} are allowed: repeat it soon.",
                 in_flight=self.in_flight,
                 allowed=self.max_in_flight,
             )

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class Sealer:
-    """`set_checksum` refuses an object that has gone meanwhile, so a hash over reused memory is never kept."""
+    """`set_checksum` refuses an object that has gone meanwhile: a hash over reused memory is never kept."""
 
     def __init__(self, view: View, set_checksum: Callable[[ObjectRef, bytes], bool]) -> None:
         self._view = view

@@ -9,7 +9,6 @@ from kvwire.errors import DigestUnsupported, InvalidArgument, VersionUnsupported
 from kvwire.server import convert
 from kvwire.server.core import Client
 from kvwire.server.dataplane import PathOffer, ShmGrant, UcxGrant
-from kvwire.server.messages import LookupResult
 from kvwire.server.streams import Streams
 from kvwire.server.transfers import Transfers
 from kvwire.server.version import PROTOCOL_VERSIONS, server_version
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
 
     from kvwire.server.core import Core
     from kvwire.server.dataplane import Admission
+    from kvwire.server.messages import LookupResult
 
 PATH_NAMES: Final = {number: name for name, number in convert.PATHS.items()}
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from kvwire.errors import DataPathUnavailable, InvalidArgument, NotRegistered
 from kvwire.keys import Namespace, root
 from kvwire.server import convert
-from kvwire.server.dataplane.inline import InlinePath
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import event_pb2
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvwire.server.core import Core
+    from kvwire.server.dataplane.inline import InlinePath
     from kvwire.server.eventlog import LoggedEvent
 
 IDLE_S: Final = 15.0
@@ -143,6 +143,6 @@ def _base_root(namespace: Namespace, chunk_size: int) -> bytes:
 
 def _not_registered(registration_id: int) -> NotRegistered:
     return NotRegistered(
-        f"Registration {registration_id} is not known to this server (any more): negotiate and register again.",
+        f"Registration {registration_id} is not known to this server any more: negotiate and register again.",
         registration_id=registration_id,
     )

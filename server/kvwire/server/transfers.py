@@ -139,7 +139,7 @@ class Transfers:
         registration_id: int,
         lease_id: int,
         ttl: float,
-        slots: Sequence[SlotGrant] | Sequence[ReadSlot],
+        slots: Sequence[SlotGrant | ReadSlot],
         opened: Opened,
     ) -> None:
         client = self._core.clients.get(registration_id)
@@ -149,7 +149,6 @@ class Transfers:
         ticket.expires_in.CopyFrom(convert.duration(ttl))
         ticket.piece_bytes = opened.piece_bytes
         mapped = path == "shm"
-        each: SlotGrant | ReadSlot
         for index, each in enumerate(slots):
             ticket.slots.add(
                 chunk_index=each.chunk_index,
@@ -218,7 +217,7 @@ class _Arrival:
     failed: Mapping[int, KvwireError]
 
 
-def _memory(slots: Iterable[SlotGrant] | Iterable[ReadSlot]) -> list[SlotMemory]:
+def _memory(slots: Iterable[SlotGrant | ReadSlot]) -> list[SlotMemory]:
     return [SlotMemory(slot.offset, slot.size) for slot in slots]
 
 

@@ -20,7 +20,8 @@ def not_served(method: str) -> Callable[[Any, Any, Any], Awaitable[Any]]:
 
 def stream_not_served(method: str) -> Callable[[Any, Any, Any], AsyncIterator[Any]]:
     async def answer(_self: Any, _request: Any, _context: Any) -> AsyncIterator[Any]:
-        raise _error(method)
+        if method:
+            raise _error(method)
         yield
 
     return answer

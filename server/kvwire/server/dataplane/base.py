@@ -1,4 +1,4 @@
-"""What the server does for each data path: admit a client, open a lease, wait for its bytes, let go of its memory."""
+"""What the server does for each data path: admit clients, open leases, take bytes, let go of memory."""
 
 from __future__ import annotations
 

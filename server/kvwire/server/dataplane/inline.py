@@ -52,7 +52,7 @@ class InlinePath:
         return len(data)
 
     def read(self, lease_id: int) -> Iterator[tuple[int, int, bytes]]:
-        """Pieces of a read lease as (slot, offset, bytes). Raises LeaseLost when the lease ends on the way."""
+        """Pieces of a read lease as (slot, offset, bytes). Raises LeaseLost when the lease ends meanwhile."""
         for slot, memory in enumerate(self._reads.get(lease_id, ())):
             for offset in range(0, memory.size, PIECE_BYTES):
                 if lease_id not in self._reads:
@@ -97,7 +97,7 @@ class _Writes:
             )
         if offset != self._done[slot]:
             raise RangeInvalid(
-                f"Slot {slot} goes on at {self._done[slot]}, not at {offset}: pieces of a slot come in order.",
+                f"Slot {slot} goes on at {self._done[slot]}, not at {offset}: its pieces come in order.",
                 first=offset,
                 count=size,
                 limit=self._done[slot],

@@ -1,4 +1,4 @@
-"""Shared memory: the client copies; the server hands out the arena's name and watches whether the process lives."""
+"""Shared memory: the client copies; the server names the arena and watches whether the process lives."""
 
 from __future__ import annotations
 
