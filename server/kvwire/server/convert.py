@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.duration_pb2 import Duration
@@ -60,6 +61,13 @@ ROLE_NUMBERS: Final[dict[Role, cache.ClientRole.ValueType]] = {
 
 
 def namespace(message: namespace_pb2.Namespace) -> Namespace:
+    """Raises InvalidArgument. The same few come again and again: legal ones are remembered."""
+    return _namespace(message.SerializeToString(deterministic=True))
+
+
+@lru_cache(maxsize=1024)
+def _namespace(raw: bytes) -> Namespace:
+    message = namespace_pb2.Namespace.FromString(raw)
     found = Namespace(
         model=message.model,
         revision=message.revision,
@@ -106,13 +114,14 @@ def prompt(request: cache.LookupRequest, config: ServerConfig) -> Prompt:
         if request.extra_inputs:
             raise InvalidArgument("extra_inputs", "go with tokens only: keys have them inside")
         return Prompt(space, keys=chunk_keys("chunk_keys", request.chunk_keys.keys, config))
-    if len(request.tokens) % TOKEN_BYTES:
+    tokens = request.tokens  # a copy each time
+    if len(tokens) % TOKEN_BYTES:
         raise TokensInvalid(
-            f"tokens has {len(request.tokens)} bytes: pack ids as little-endian uint32.",
-            length=len(request.tokens),
+            f"tokens has {len(tokens)} bytes: pack ids as little-endian uint32.",
+            length=len(tokens),
         )
     extras = tuple(ExtraInput(extra.digest, extra.start, extra.length) for extra in request.extra_inputs)
-    return Prompt(space, tokens=request.tokens, extras=extras)
+    return Prompt(space, tokens=tokens, extras=extras)
 
 
 def chunk_keys(field: str, keys: Iterable[bytes], config: ServerConfig) -> tuple[bytes, ...]:
