@@ -220,7 +220,7 @@ def _check_room(size: int, setting: str) -> None:
     if size > free:
         raise ConfigError(
             f"{setting}: {size >> 20} MiB do not fit into {FOLDER}, which has {free >> 20} MiB free. Choose a"
-            f" smaller {setting}, or a larger {FOLDER} (docker run --shm-size; an emptyDir with medium Memory).",
+            f" smaller {setting}, or a larger {FOLDER} (docker run --shm-size; emptyDir of medium Memory).",
             setting=setting,
             needed=size,
             free=free,

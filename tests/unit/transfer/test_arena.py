@@ -60,7 +60,7 @@ def test_nothing_beyond_the_watermark_is_handed_out(arena):
 
 def test_allocated_memory_is_really_there(arena):
     arena.ensure(8 * MIB)
-    assert os.stat(shm.FOLDER / arena.name).st_blocks * 512 >= 8 * MIB
+    assert (shm.FOLDER / arena.name).stat().st_blocks * 512 >= 8 * MIB
 
 
 def test_more_than_the_arena_is_out_of_space(arena):

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import itertools
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -23,7 +25,7 @@ def test_known_values(data, digest):
 def test_parts_make_the_whole(data, cuts):
     parts = Checksum()
     bounds = [0, *sorted(min(cut, len(data)) for cut in cuts), len(data)]
-    for start, stop in zip(bounds, bounds[1:], strict=False):
+    for start, stop in itertools.pairwise(bounds):
         parts.update(memoryview(data)[start:stop])
     assert parts.digest() == checksum(data)
 
