@@ -47,10 +47,15 @@ class Callers:
     """`count` processes, all with the same prompts and under the registration of `prompts`."""
 
     def __init__(
-        self, count: int, prompts: Prompts, pair: tuple[Prompt, Prompt], echo: str, server: str, folder: Path
+        self,
+        count: int,
+        prompts: Prompts,
+        pair: tuple[Prompt, Prompt],
+        addresses: tuple[str, str],
+        folder: Path,
     ) -> None:
-        argv = [sys.executable, "-m", "kvwire.cli.bench.callers", echo, server, str(prompts.registration_id)]
-        argv += [prompts.namespace.model]
+        argv = [sys.executable, "-m", "kvwire.cli.bench.callers", *addresses]
+        argv += [str(prompts.registration_id), prompts.namespace.model]
         for name, prompt in zip(("hit", "miss"), pair, strict=True):
             file = folder / f"{name}.tokens"
             file.write_bytes(prompt.tokens)

@@ -1,7 +1,8 @@
 """The control plane against a bare echo: Ping, and lookups whose tokens the server hashes.
 
-Echo and operation take turns in short rounds. A lookup is what a scheduler sends: registered, leased, in a
-session that the server has not seen, so that it hashes the whole prompt; sessions are ended between rounds.
+Echo and operation take turns in short rounds. Several trials start both servers anew, because where a process
+happens to lie makes a lasting difference. A lookup is what a scheduler sends: registered, leased, in a session
+that the server has not seen, so that it hashes the whole prompt; sessions are ended between rounds.
 """
 
 from __future__ import annotations
@@ -32,19 +33,20 @@ SERVER_FLAGS: Final = ("--l1-size", "64MiB", "--data-paths", "inline")
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """How much is measured: rounds, calls of each kind in a round, seconds of each turn of the callers."""
+    """How much is measured: calls of each kind in a round, rounds in a trial, seconds of a callers' turn."""
 
-    rounds: int = 15
+    trials: int = 5
+    rounds: int = 4
     echoes: int = 100
     pings: int = 100
     lookups: int = 40
     long_lookups: int = 12
     callers: int = 8
-    caller_rounds: int = 7
-    caller_s: float = 1.0
+    caller_rounds: int = 2
+    caller_s: float = 0.6
 
 
-QUICK: Final = Plan(2, 10, 10, 4, 2, 2, 1, 0.1)
+QUICK: Final = Plan(1, 2, 10, 10, 4, 2, 2, 1, 0.1)
 
 
 @dataclass(slots=True)
@@ -55,6 +57,11 @@ class Series:
     p50: list[float] = field(default_factory=list)
     echo_p50: list[float] = field(default_factory=list)
 
+    def add(self, samples: list[float], echo_p50: float) -> None:
+        self.samples += samples
+        self.p50.append(stats.median(samples))
+        self.echo_p50.append(echo_p50)
+
     def summary(self) -> dict[str, float]:
         return {
             "p50_us": stats.microseconds(stats.median(self.p50)),
@@ -63,22 +70,45 @@ class Series:
         }
 
 
+@dataclass(slots=True)
+class Results:
+    """What all trials found. `callers` has calls per second by kind, one entry per round."""
+
+    echo: Series = field(default_factory=Series)
+    calls: dict[str, Series] = field(default_factory=dict)
+    callers: dict[str, list[float]] = field(default_factory=dict)
+    server: dict[str, Any] = field(default_factory=dict)
+
+
 def run(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
+    results = Results()
+    for number in range(1, plan.trials + 1):
+
+        def tell(text: str, trial: str = f"trial {number} of {plan.trials}") -> None:
+            progress(f"{trial}, {text}")
+
+        _trial(plan, results, tell)
+    return _report(results, plan)
+
+
+def _trial(plan: Plan, results: Results, progress: Callable[[str], None]) -> None:
+    progress("starting the servers")
     with work_folder() as folder, echo_server(folder) as echo, kvwire_server(folder, SERVER_FLAGS) as server:
         with Client(server, client_name="kvwire bench control") as client:
             progress("storing the prompts that will be found")
             prompts = Prompts(client)
             known = {length: (prompts.stored(length), prompts.absent(length)) for length in LENGTHS}
-            latency = _Latency(echo, prompts, server).measure(plan, known, progress)
-            throughput = _throughput(plan, prompts, echo, server, folder, progress)
+            _Latency(echo, prompts, server, results).measure(plan, known, progress)
+            _throughput(plan, prompts, (echo, server), folder, results, progress)
             version = client.status().server_version
-        return {**latency, **throughput, "chunk_size": prompts.chunk_size, "server_version": version}
+        results.server = {"chunk_size": prompts.chunk_size, "server_version": version}
 
 
 class _Latency:
     """One caller, one call at a time, over one channel to each server."""
 
-    def __init__(self, echo: str, prompts: Prompts, server: str) -> None:
+    def __init__(self, echo: str, prompts: Prompts, server: str, results: Results) -> None:
+        self._results = results
         self._echo_channel, self._channel = open_channel(echo), open_channel(server)
         self._echo = echo_call(self._echo_channel)
         self._stub: Any = cache_service_pb2_grpc.CacheServiceStub(self._channel)
@@ -90,18 +120,17 @@ class _Latency:
         plan: Plan,
         known: dict[int, tuple[Prompt, Prompt]],
         progress: Callable[[str], None],
-    ) -> dict[str, Any]:
+    ) -> None:
         try:
             kinds = self._kinds(plan, known)
-            series = {name: Series() for name in kinds}
-            echoes = Series()
-            for number in range(-1, plan.rounds):
-                progress(f"one caller, round {number + 1} of {plan.rounds}" if number >= 0 else "warming up")
-                self._round(plan, kinds, series if number >= 0 else None, echoes)
+            for number in range(plan.rounds + 1):
+                progress(
+                    f"one caller, round {number} of {plan.rounds}" if number else "one caller, warming up"
+                )
+                self._round(plan, kinds, keep=number > 0)
         finally:
             self._echo_channel.close()
             self._channel.close()
-        return _latency_report(series, echoes, plan)
 
     def _kinds(
         self, plan: Plan, known: dict[int, tuple[Prompt, Prompt]]
@@ -117,24 +146,15 @@ class _Latency:
                 kinds[name] = lambda prompt=prompt, count=count: self._lookups(prompt, count)  # type: ignore[misc]
         return kinds
 
-    def _round(
-        self,
-        plan: Plan,
-        kinds: dict[str, Callable[[], list[float]]],
-        series: dict[str, Series] | None,
-        echoes: Series,
-    ) -> None:
+    def _round(self, plan: Plan, kinds: dict[str, Callable[[], list[float]]], *, keep: bool) -> None:
         before = timed(self._echo, [PAYLOAD] * plan.echoes)
         for name, operation in kinds.items():
             samples = operation()
             after = timed(self._echo, [PAYLOAD] * plan.echoes)
-            if series is not None:
+            if keep:
                 around = stats.median([*before, *after])
-                series[name].samples += samples
-                series[name].p50.append(stats.median(samples))
-                series[name].echo_p50.append(around)
-                echoes.samples += after
-                echoes.p50.append(around)
+                self._results.calls.setdefault(name, Series()).add(samples, around)
+                self._results.echo.add(after, around)
             before = after
 
     def _lookups(self, prompt: Prompt, count: int) -> list[float]:
@@ -165,39 +185,49 @@ def timed(
     return seconds
 
 
-def _latency_report(series: dict[str, Series], echoes: Series, plan: Plan) -> dict[str, Any]:
-    told: dict[str, Any] = {
-        "echo_p50_us": stats.microseconds(stats.median(echoes.p50)),
-        "echo_p99_us": stats.microseconds(stats.percentile(echoes.samples, 0.99)),
-    }
-    calls = {name: each.summary() for name, each in series.items()}
-    told["ping_vs_echo"] = calls["ping"]["vs_echo"]
-    for length in LENGTHS:
-        # The worse of the two: a user meets both.
-        both = [calls[f"lookup_{length}_{kind}"]["vs_echo"] for kind in ("hit", "miss")]
-        told[f"lookup_{length}_vs_echo"] = max(both)
-    return {**told, "calls": calls, "rounds": plan.rounds}
-
-
 def _throughput(
-    plan: Plan, prompts: Prompts, echo: str, server: str, folder: Path, progress: Callable[[str], None]
-) -> dict[str, Any]:
+    plan: Plan,
+    prompts: Prompts,
+    addresses: tuple[str, str],
+    folder: Path,
+    results: Results,
+    progress: Callable[[str], None],
+) -> None:
+    progress(f"starting {plan.callers} callers")
     pair = prompts.stored(CALLERS_LENGTH), prompts.absent(CALLERS_LENGTH)
-    per_s: dict[str, list[float]] = {"echo": [], "hit": [], "miss": []}
-    with Callers(plan.callers, prompts, pair, echo, server, folder) as callers:
-        for number in range(-1, plan.caller_rounds):
-            told = f"round {number + 1} of {plan.caller_rounds}" if number >= 0 else "warming up"
+    with Callers(plan.callers, prompts, pair, addresses, folder) as callers:
+        for number in range(plan.caller_rounds + 1):
+            told = f"round {number} of {plan.caller_rounds}" if number else "warming up"
             progress(f"{plan.callers} callers, {told}")
-            found = {kind: callers.calls_per_s(kind, plan.caller_s) for kind in per_s}
-            if number >= 0:
-                for kind, rate in found.items():
-                    per_s[kind].append(rate)
-    vs_echo = {kind: stats.median_ratio(per_s[kind], per_s["echo"]) for kind in ("hit", "miss")}
+            for kind in ("echo", "hit", "miss"):
+                rate = callers.calls_per_s(kind, plan.caller_s)
+                if number:
+                    results.callers.setdefault(kind, []).append(rate)
+
+
+def _report(results: Results, plan: Plan) -> dict[str, Any]:
+    calls = {name: series.summary() for name, series in results.calls.items()}
+    rates = results.callers
+    vs_echo = {kind: stats.median_ratio(rates[kind], rates["echo"]) for kind in ("hit", "miss")}
     return {
+        "echo_p50_us": stats.microseconds(stats.median(results.echo.p50)),
+        "echo_p99_us": stats.microseconds(stats.percentile(results.echo.samples, 0.99)),
+        "ping_vs_echo": calls["ping"]["vs_echo"],
+        # The worse of hit and miss: a user meets both.
+        **{
+            f"lookup_{length}_vs_echo": max(
+                calls[f"lookup_{length}_{kind}"]["vs_echo"] for kind in ("hit", "miss")
+            )
+            for length in LENGTHS
+        },
         f"lookups_{CALLERS_LENGTH}_8callers_vs_echo": round(min(vs_echo.values()), 3),
+        "calls": calls,
         "callers": {
             "processes": plan.callers,
-            **{f"{kind}_per_s": round(stats.median(rates)) for kind, rates in per_s.items()},
+            **{f"{kind}_per_s": round(stats.median(found)) for kind, found in rates.items()},
             **{f"{kind}_vs_echo": round(ratio, 3) for kind, ratio in vs_echo.items()},
         },
+        "trials": plan.trials,
+        "rounds": plan.rounds,
+        **results.server,
     }
