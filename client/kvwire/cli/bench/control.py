@@ -1,7 +1,7 @@
 """The control plane against a bare echo: Ping, and lookups whose tokens the server hashes.
 
-Echo and operation take turns in short rounds. Several trials start both servers anew, because where a process
-happens to lie makes a lasting difference. A lookup is what a scheduler sends: registered, leased, in a session
+Echo and operation take turns in short rounds. Several trials start both servers anew: where a process happens
+to lie makes a lasting difference. A lookup is what a scheduler sends: registered, leased, in a session
 that the server has not seen, so that it hashes the whole prompt; sessions are ended between rounds.
 """
 
