@@ -137,6 +137,10 @@ class GrowingArena(Arena):
             if target > self._allocated and not self._allocate(target):
                 self._allocate_exactly(upto)
 
+    def unlink(self) -> None:
+        """Take the arena's name away, if it has one. Idempotent."""
+        raise NotImplementedError
+
     def _allocate_exactly(self, upto: int) -> None:
         target = -(-upto // mmap.PAGESIZE) * mmap.PAGESIZE
         if target > self._allocated and not self._allocate(min(target, self.size)):

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
+MAX_PAGE_TOKEN: Final = 20
 
 
 class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
@@ -131,7 +132,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
 
 
 def _page_start(token: str) -> int:
-    if token and not token.isdecimal():
+    if token and not (token.isdecimal() and len(token) <= MAX_PAGE_TOKEN):
         raise InvalidArgument("page_token", "is not one that this server gave")
     return int(token or 0)
 

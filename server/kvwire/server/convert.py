@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import unicodedata
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from google.protobuf.duration_pb2 import Duration
 
 from kvwire.client.status import to_item_error
-from kvwire.errors import InvalidArgument, LayoutUnsupported, TokensInvalid, TooManyItems
+from kvwire.errors import InvalidArgument, LayoutUnsupported, TokensInvalid
 from kvwire.keys import DIGEST_SIZE, TOKEN_BYTES, ExtraInput, Namespace
-from kvwire.server.layout import GroupKind, KvGroup, KvLayout
+from kvwire.server.layout import MAX_GROUPS, GroupKind, KvGroup, KvLayout
+from kvwire.server.limits import check_count, check_extra_inputs
 from kvwire.server.messages import (
     ClientInfo,
     CommitItem,
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from kvwire.server.config import ServerConfig
 
 MAX_ID_BYTES: Final = 256
-MAX_EXTRA_INPUTS: Final = 1024
 
 _KINDS: Final[dict[layout_pb2.KvGroupKind.ValueType, GroupKind]] = {
     layout_pb2.KV_GROUP_KIND_FULL_ATTENTION: "full",
@@ -97,18 +97,24 @@ def client_info(request: cache.RegisterKvCacheRequest) -> ClientInfo:
 
 
 def layout(message: layout_pb2.KvLayout) -> KvLayout:
+    """Raises LayoutUnsupported. The rest of a layout is checked with the chunk size, by the engine."""
+    if len(message.groups) > MAX_GROUPS:
+        raise LayoutUnsupported(
+            f"The KV layout cannot be cached: {len(message.groups)} groups are more than {MAX_GROUPS}.",
+            problem="groups",
+        )
     return KvLayout(
         message.world_size, tuple(_group(index, group) for index, group in enumerate(message.groups))
     )
 
 
-def prompt(request: cache.LookupRequest, config: ServerConfig) -> Prompt:
+def prompt(request: cache.LookupRequest, chunk_size: int, config: ServerConfig) -> Prompt:
     """Raises InvalidArgument, TokensInvalid or TooManyItems."""
     which = request.WhichOneof("prompt")
     if which is None:
         raise InvalidArgument("prompt", "is not set: give tokens or chunk_keys")
-    if len(request.extra_inputs) > MAX_EXTRA_INPUTS:
-        raise too_many("extra_inputs", len(request.extra_inputs), MAX_EXTRA_INPUTS)
+    if request.extra_inputs:
+        check_extra_inputs(request.extra_inputs)
     space = namespace(request.namespace)
     if which == "chunk_keys":
         if request.extra_inputs:
@@ -120,14 +126,14 @@ def prompt(request: cache.LookupRequest, config: ServerConfig) -> Prompt:
             f"tokens has {len(tokens)} bytes: pack ids as little-endian uint32.",
             length=len(tokens),
         )
+    check_count("chunks", len(tokens) // TOKEN_BYTES // chunk_size, config.max_chunks)
     extras = tuple(ExtraInput(extra.digest, extra.start, extra.length) for extra in request.extra_inputs)
     return Prompt(space, tokens=tokens, extras=extras)
 
 
 def chunk_keys(field: str, keys: Iterable[bytes], config: ServerConfig) -> tuple[bytes, ...]:
     found = tuple(keys)
-    if len(found) > config.max_chunks:
-        raise too_many(field, len(found), config.max_chunks)
+    check_count(field, len(found), config.max_chunks)
     for index, key in enumerate(found):
         if len(key) != DIGEST_SIZE:
             raise InvalidArgument(field, f"key {index} has {len(key)} bytes, not {DIGEST_SIZE}")
@@ -161,42 +167,6 @@ def commit_item(item: cache.CommitStoreItem) -> CommitItem:
     if any(len(checksum) != 16 for checksum in checksums):
         raise InvalidArgument("checksums", "are xxh3-128, 16 bytes each")
     return CommitItem(item.lease_id, tuple(item.slots), checksums)
-
-
-def item_count(item: cache.StoreItem | cache.RetrieveItem) -> int:
-    """How many chunks an item names."""
-    if item.WhichOneof("target") == "keys":
-        return len(item.keys.keys)
-    return item.session.chunk_count
-
-
-def check_batch(field: str, items: Any, config: ServerConfig) -> None:
-    if len(items) > config.max_items:
-        raise too_many(field, len(items), config.max_items)
-
-
-def check_chunks(
-    items: Iterable[cache.StoreItem | cache.RetrieveItem], groups: int, config: ServerConfig
-) -> None:
-    """Refuse a call that names too many chunks, or could lease too many slots."""
-    chunks = sum(item_count(item) for item in items)
-    if chunks > config.max_chunks:
-        raise too_many("chunks", chunks, config.max_chunks)
-    slots = sum(
-        sum(part.chunk_count for part in item.ranges) if item.ranges else item_count(item) * groups
-        for item in items
-    )
-    if slots > config.max_slots:
-        raise too_many("slots", slots, config.max_slots)
-
-
-def too_many(what: str, actual: int, allowed: int) -> TooManyItems:
-    return TooManyItems(
-        f"{what}: {actual} in one call, {allowed} are allowed. Split the call.",
-        field=what,
-        actual=actual,
-        allowed=allowed,
-    )
 
 
 def duration(seconds: float) -> Duration:

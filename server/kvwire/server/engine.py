@@ -24,9 +24,11 @@ from kvwire.server.state import EngineConfig, EngineState
 from kvwire.server.status import (
     EngineCounters,
     EngineStatus,
+    SessionStatus,
     l1_status,
     namespace_status,
     registration_status,
+    session_status,
     space_status,
 )
 from kvwire.server.store import ExtentAllocator, L1Store, make_policy
@@ -332,6 +334,11 @@ class CacheEngine:
             spaces=tuple(space_status(space) for space in state.spaces if space.chunks),
             counters=copy.deepcopy(self.counters),
         )
+
+    def sessions(self, after: int, count: int, now: float) -> tuple[SessionStatus, ...]:
+        """A page of sessions in the order of their generations, from the first above `after` on."""
+        self._lifecycle.advance(now)
+        return tuple(session_status(session, now) for session in self._state.sessions.page(after, count))
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless leases, sessions, index and bytes agree. Slow."""

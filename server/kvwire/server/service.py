@@ -9,6 +9,7 @@ from kvwire.errors import DigestUnsupported, InvalidArgument, VersionUnsupported
 from kvwire.server import convert
 from kvwire.server.core import Client
 from kvwire.server.dataplane import PathOffer, ShmGrant, UcxGrant
+from kvwire.server.limits import MAX_OFFERED, check_batch, check_count
 from kvwire.server.streams import Streams
 from kvwire.server.transfers import Transfers
 from kvwire.server.version import PROTOCOL_VERSIONS, server_version
@@ -108,8 +109,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def Lookup(self, request: cache.LookupRequest, context: Any) -> cache.LookupResponse:
         core = self._core
-        core.binding.require()
-        prompt = convert.prompt(request, core.config)
+        prompt = convert.prompt(request, core.binding.require(), core.config)
         if request.registration_id:
             convert.identifier("session_id", request.session_id)
         steps = self._engine.lookup_steps(
@@ -130,7 +130,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         self, request: cache.ReleaseLookupRequest, context: Any
     ) -> cache.ReleaseLookupResponse:
         core = self._core
-        convert.check_batch("items", request.items, core.config)
+        check_batch("items", request.items, core.config)
         items = [convert.release_item(item) for item in request.items]
         results = self._engine.release_lookup(request.registration_id, items, core.now())
         return cache.ReleaseLookupResponse(
@@ -143,7 +143,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def EndSession(self, request: cache.EndSessionRequest, context: Any) -> cache.EndSessionResponse:
         core = self._core
-        convert.check_batch("session_ids", request.session_ids, core.config)
+        check_batch("session_ids", request.session_ids, core.config)
         ended = self._engine.end_session(request.registration_id, request.session_ids, core.now())
         return cache.EndSessionResponse(header=core.header, ended=ended)
 
@@ -198,6 +198,7 @@ async def _in_slices(steps: Any, core: Core) -> LookupResult:
 
 
 def _common_version(offered: Any) -> int:
+    check_count("protocol_versions", len(offered), MAX_OFFERED)
     common: set[int] = set(offered or (1,)) & set(PROTOCOL_VERSIONS)
     if common:
         return max(common)
@@ -210,6 +211,7 @@ def _common_version(offered: Any) -> int:
 
 
 def _check_digest(offered: Any) -> None:
+    check_count("digest_functions", len(offered), MAX_OFFERED)
     if offered and namespace_pb2.DIGEST_FUNCTION_SHA256 not in offered:
         raise DigestUnsupported(
             "This server makes chunk keys with SHA-256, which the client does not offer.",
@@ -219,6 +221,7 @@ def _check_digest(offered: Any) -> None:
 
 
 def _offers(offers: Any) -> list[PathOffer]:
+    check_count("offers", len(offers), MAX_OFFERED)
     found = []
     for offer in offers:
         if len(offer.host_id) > 128 or len(offer.ucx_address) > 16384:

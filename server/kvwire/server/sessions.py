@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from heapq import nsmallest
+from operator import attrgetter
 from typing import TYPE_CHECKING
 
 from kvwire.errors import TooManySessions
@@ -104,6 +106,11 @@ class Sessions:
 
     def of_engine(self, engine_id: str) -> list[Session]:
         return list(self._by_engine.get(engine_id, {}).values())
+
+    def page(self, after: int, count: int) -> list[Session]:
+        """Up to `count` sessions, oldest first, of those with a generation above `after`."""
+        newer = (session for session in self if session.generation > after)
+        return nsmallest(count, newer, key=attrgetter("generation"))
 
     def idle(self, now: float) -> list[Session]:
         return [session for session in self if session.last_used + self._ttl <= now]

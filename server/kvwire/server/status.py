@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from kvwire.server.layout import KvLayout
     from kvwire.server.messages import LeaseKind, Role
     from kvwire.server.registry import LayoutRecord, Registration
+    from kvwire.server.sessions import Session
     from kvwire.server.store import L1Store, Space
 
 
@@ -102,6 +103,20 @@ class EngineStatus:
     counters: EngineCounters
 
 
+@dataclass(frozen=True, slots=True)
+class SessionStatus:
+    """`tenant` is a digest of the salt; `lease_id` is 0 and `leased_chunks` 0 without a lookup lease."""
+
+    generation: int
+    engine_id: str
+    session_id: str
+    chunks: int
+    tenant: str
+    lease_id: int
+    leased_chunks: int
+    idle: float
+
+
 def l1_status(store: L1Store) -> L1Status:
     return L1Status(
         policy=store.policy.name,
@@ -132,6 +147,20 @@ def registration_status(registration: Registration) -> RegistrationStatus:
 
 def namespace_status(record: LayoutRecord) -> NamespaceStatus:
     return NamespaceStatus(record.namespace, record.shards.layout, len(record.users))
+
+
+def session_status(session: Session, now: float) -> SessionStatus:
+    lease = session.lease
+    return SessionStatus(
+        generation=session.generation,
+        engine_id=session.engine_id,
+        session_id=session.session_id,
+        chunks=len(session.keys),
+        tenant=session.space.tenant,
+        lease_id=lease.id if lease else 0,
+        leased_chunks=lease.held if lease else 0,
+        idle=now - session.last_used,
+    )
 
 
 def space_status(space: Space) -> SpaceStatus:

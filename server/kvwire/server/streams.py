@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 from kvwire.errors import DataPathUnavailable, InvalidArgument, NotRegistered
 from kvwire.keys import Namespace, root
 from kvwire.server import convert
+from kvwire.server.limits import check_batch
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import event_pb2
 
@@ -74,7 +75,7 @@ class Streams:
     async def read_chunks(self, request: cache.ReadChunksRequest) -> AsyncIterator[cache.ReadChunksResponse]:
         core = self._core
         path = self._inline()
-        convert.check_batch("lease_ids", request.lease_ids, core.config)
+        check_batch("lease_ids", request.lease_ids, core.config)
         header: Any = core.header
         for lease_id in request.lease_ids:
             self._engine.live_lease(request.registration_id, lease_id, core.now())

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.errors import KvwireError, NotRegistered
 from kvwire.server import convert
 from kvwire.server.dataplane import SlotMemory
+from kvwire.server.limits import check_batch, check_chunks, check_slots
 from kvwire.server.messages import CommitItem, CommitResult, SlotState
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import transfer_pb2
@@ -33,8 +34,8 @@ class Transfers:
     def begin_store(self, request: cache.BeginStoreRequest) -> cache.BeginStoreResponse:
         core = self._core
         path = self._path_of(request.registration_id)
-        convert.check_batch("items", request.items, core.config)
-        convert.check_chunks(request.items, self._groups(request.registration_id), core.config)
+        check_batch("items", request.items, core.config)
+        check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.store_item(item, core.config) for item in request.items]
         grants = self._engine.begin_store(request.registration_id, items, core.now())
         reply = cache.BeginStoreResponse(header=core.header)
@@ -48,25 +49,31 @@ class Transfers:
     ) -> cache.CommitStoreResponse:
         core = self._core
         path = self._path_of(request.registration_id)
-        convert.check_batch("items", request.items, core.config)
+        check_batch("items", request.items, core.config)
+        check_slots("slots", (item.slots for item in request.items), core.config)
+        check_slots("checksums", (item.checksums for item in request.items), core.config)
         items = [convert.commit_item(item) for item in request.items]
         seconds = max(MARGIN_S, (remaining or core.config.write_lease) - MARGIN_S)
         arrivals = await asyncio.gather(
             *(self._arrived(request.registration_id, item, seconds) for item in items)
         )
         reply = cache.CommitStoreResponse(header=core.header)
+        over: list[int] = []
         for item, arrival in zip(items, arrivals, strict=True):
             result = self._commit(request.registration_id, arrival.good, item.lease_id)
+            if result.committed:
+                over.append(item.lease_id)
             core.sealer.add(result.unchecked)
             reply.results.append(_commit_result(arrival.failed, result))
         core.settle()
-        for item in items:
-            await path.cancel(item.lease_id)
+        # Only what has been published here: a refused item leaves its lease, and another's, as it is.
+        for lease_id in over:
+            await path.cancel(lease_id)
         return reply
 
     def abort_store(self, request: cache.AbortStoreRequest) -> cache.AbortStoreResponse:
         core = self._core
-        convert.check_batch("lease_ids", request.lease_ids, core.config)
+        check_batch("lease_ids", request.lease_ids, core.config)
         aborted = self._engine.abort_store(request.registration_id, request.lease_ids, core.now())
         core.settle()
         return cache.AbortStoreResponse(header=core.header, aborted_slots=aborted)
@@ -74,8 +81,8 @@ class Transfers:
     def begin_retrieve(self, request: cache.BeginRetrieveRequest) -> cache.BeginRetrieveResponse:
         core = self._core
         path = self._path_of(request.registration_id)
-        convert.check_batch("items", request.items, core.config)
-        convert.check_chunks(request.items, self._groups(request.registration_id), core.config)
+        check_batch("items", request.items, core.config)
+        check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.retrieve_item(item, core.config) for item in request.items]
         grants = self._engine.begin_retrieve(request.registration_id, items, core.now())
         reply = cache.BeginRetrieveResponse(header=core.header)
@@ -86,7 +93,8 @@ class Transfers:
 
     async def end_retrieve(self, request: cache.EndRetrieveRequest) -> cache.EndRetrieveResponse:
         core = self._core
-        convert.check_batch("items", request.items, core.config)
+        check_batch("items", request.items, core.config)
+        check_slots("corrupt_slots", (item.corrupt_slots for item in request.items), core.config)
         for item in request.items:
             if item.corrupt_slots:
                 await self._check_slots(request.registration_id, item)
@@ -225,6 +233,8 @@ def _without(item: CommitItem, slots: Sequence[int], failed: Mapping[int, Kvwire
     """The item without the slots that did not arrive; None when none is left."""
     if not failed:
         return item
+    if item.checksums and len(item.checksums) != len(slots):
+        return item  # the engine says what is wrong with it
     kept = [index for index, slot in enumerate(slots) if slot not in failed]
     if not kept:
         return None

@@ -46,14 +46,16 @@ class InlinePath:
         """Take one piece. Raises LeaseLost and RangeInvalid; the bytes of a slot come in ascending order."""
         writes = self._writes.get(lease_id)
         if writes is None:
-            raise LeaseLost(f"Lease {lease_id} has ended.", lease_id=lease_id)
+            raise LeaseLost(f"Lease {lease_id} has ended, or is none for writing inline.", lease_id=lease_id)
         start = writes.take(slot, offset, len(data))
         self._arena.view(start, len(data))[:] = data
         return len(data)
 
     def read(self, lease_id: int) -> Iterator[tuple[int, int, bytes]]:
         """Pieces of a read lease as (slot, offset, bytes). Raises LeaseLost when the lease ends meanwhile."""
-        for slot, memory in enumerate(self._reads.get(lease_id, ())):
+        if lease_id not in self._reads:
+            raise LeaseLost(f"Lease {lease_id} has ended, or is none for reading inline.", lease_id=lease_id)
+        for slot, memory in enumerate(self._reads[lease_id]):
             for offset in range(0, memory.size, PIECE_BYTES):
                 if lease_id not in self._reads:
                     raise LeaseLost(f"Lease {lease_id} has ended.", lease_id=lease_id)
@@ -62,7 +64,10 @@ class InlinePath:
 
     async def received(self, lease_id: int, slots: Sequence[int], seconds: float) -> Received:
         writes = self._writes.get(lease_id)
-        return Received(writes.incomplete(slots)) if writes else Received()
+        if writes is None:
+            lost = LeaseLost(f"Lease {lease_id} has ended.", lease_id=lease_id)
+            return Received(dict.fromkeys(slots, lost))
+        return Received(writes.incomplete(slots))
 
     async def cancel(self, lease_id: int) -> None:
         # Pieces are copied on the event loop, so none is on the way here.
