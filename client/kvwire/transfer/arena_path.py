@@ -1,0 +1,140 @@
+"""The paths on which a client copies straight between pages and slots: shared memory, and one process."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+from kvwire.errors import DataPathUnavailable
+from kvwire.transfer.base import FAULTS, ReadCheck, SlotResult, expired, pieces, slot_error, timed_out
+from kvwire.transfer.checksum import HOT_BYTES, Checksum, mismatch
+from kvwire.transfer.shm import LivenessLock, MappedArena
+
+if TYPE_CHECKING:
+    from kvwire.transfer.arena import Arena
+    from kvwire.transfer.base import ByteArray, Drain, Fill, Slot, Ticket
+    from kvwire.transfer.liveness import HeldLock
+
+DEFAULT_CHECK_SHARE: Final = 1 / 32
+"""Nothing but a fault of this host's memory can change bytes here, so reads are checked by sample."""
+
+
+class ArenaPath:
+    """One copy per object, no message and no staging. Safe to use from several threads."""
+
+    def __init__(self, name: str, arena: Arena, check_share: float) -> None:
+        self.name: Final = name
+        self._arena: Arena | None = arena
+        self._check = ReadCheck(check_share)
+
+    def write(
+        self, ticket: Ticket, fill: Fill, deadline: float, *, with_checksum: bool = False
+    ) -> list[SlotResult]:
+        arena = self._open()
+        results: list[SlotResult] = []
+        for slot in ticket.slots:
+            if expired(deadline):
+                results.append(SlotResult(slot.index, timed_out(self.name, slot)))
+                continue
+            try:
+                place = self._place(arena, slot)
+                digest = _fill_hashed(slot, fill, place) if with_checksum else _fill_whole(slot, fill, place)
+                results.append(SlotResult(slot.index, checksum=digest))
+            except FAULTS as error:
+                results.append(SlotResult(slot.index, slot_error(error, self.name, _what("Writing", slot))))
+        return results
+
+    def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]:
+        arena = self._open()
+        results: list[SlotResult] = []
+        for slot in ticket.slots:
+            if expired(deadline):
+                results.append(SlotResult(slot.index, timed_out(self.name, slot)))
+                continue
+            try:
+                place = self._place(arena, slot)
+                if not self._check.wants(slot):
+                    drain(slot, 0, slot.size_bytes, place)
+                elif _drain_hashed(slot, drain, place) != slot.checksum:
+                    raise mismatch(slot.chunk_index, slot.group_index, self.name)
+                results.append(SlotResult(slot.index))
+            except FAULTS as error:
+                results.append(SlotResult(slot.index, slot_error(error, self.name, _what("Reading", slot))))
+        return results
+
+    def close(self) -> None:
+        """Forget the arena. Its owner closes it."""
+        self._arena = None
+
+    def _open(self) -> Arena:
+        if self._arena is None:
+            raise DataPathUnavailable(f"The data path {self.name} is closed.", path=self.name)
+        return self._arena
+
+    @staticmethod
+    def _place(arena: Arena, slot: Slot) -> ByteArray:
+        place = arena.array(slot.arena_offset, slot.size_bytes)
+        arena.prefault(slot.arena_offset, slot.size_bytes)
+        return place
+
+
+class InprocPath(ArenaPath):
+    """Server and client in one process: for tests and tools."""
+
+    def __init__(self, arena: Arena, check_share: float = 1.0) -> None:
+        super().__init__("inproc", arena, check_share)
+
+
+class ShmPath(ArenaPath):
+    """A client's mapping of the server's arena, and the lock that says that this client may touch it."""
+
+    def __init__(self, arena: MappedArena, held: HeldLock, check_share: float = DEFAULT_CHECK_SHARE) -> None:
+        super().__init__("shm", arena, check_share)
+        self._mapped = arena
+        self._held = held
+
+    @classmethod
+    def open(
+        cls, arena_name: str, nonce: bytes, liveness_name: str, *, check_share: float = DEFAULT_CHECK_SHARE
+    ) -> ShmPath:
+        """Map the arena that a registration's reply names. Raises DataPathUnavailable."""
+        held = LivenessLock.open(liveness_name)
+        try:
+            return cls(MappedArena.open(arena_name, nonce), held, check_share)
+        except BaseException:
+            held.close()
+            raise
+
+    @property
+    def arena(self) -> MappedArena:
+        return self._mapped
+
+    def close(self) -> None:
+        """To be called when no thread copies any more: the server takes this for the end of the process."""
+        super().close()
+        self._mapped.close()
+        self._held.close()
+
+
+def _fill_whole(slot: Slot, fill: Fill, place: ByteArray) -> bytes:
+    fill(slot, 0, slot.size_bytes, place)
+    return b""
+
+
+def _fill_hashed(slot: Slot, fill: Fill, place: ByteArray) -> bytes:
+    digest = Checksum()
+    for start, stop in pieces(slot.size_bytes, HOT_BYTES):
+        fill(slot, start, stop, place[start:stop])
+        digest.update(place[start:stop])
+    return digest.digest()
+
+
+def _drain_hashed(slot: Slot, drain: Drain, place: ByteArray) -> bytes:
+    digest = Checksum()
+    for start, stop in pieces(slot.size_bytes, HOT_BYTES):
+        digest.update(place[start:stop])
+        drain(slot, start, stop, place[start:stop])
+    return digest.digest()
+
+
+def _what(doing: str, slot: Slot) -> str:
+    return f"{doing} chunk {slot.chunk_index} of KV group {slot.group_index}"

@@ -1,0 +1,81 @@
+"""Operations and peers of a UCX engine, as its callers see them. All work happens on the engine's thread."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+from kvwire.errors import TransferFailed
+
+if TYPE_CHECKING:
+    from kvwire.errors import KvwireError
+    from kvwire.transfer.ucx import UcxEngine
+
+
+class UcxOp:
+    """One send or receive. `future` is resolved on the engine's thread, with None or a KvwireError.
+
+    The buffer is kept alive until UCX is done with it, whatever happens to the future.
+    """
+
+    __slots__ = ("_engine", "array", "buffer", "cancelled", "future", "give_up_at", "peer", "request", "tag")
+
+    def __init__(self, engine: UcxEngine, tag: int, buffer: Any, array: Any, peer: Peer | None) -> None:
+        self._engine = engine
+        self.tag: Final = tag
+        self.buffer: Any = buffer
+        self.array: Any = array
+        self.peer = peer
+        self.request: Any = None
+        self.cancelled = False
+        self.give_up_at: float | None = None
+        self.future: Future[None] = Future()
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.array.nbytes)
+
+    def cancel(self) -> None:
+        """Ask for an end. The future is resolved when the buffer is not touched any more, and not before.
+
+        A receive that no message has come for ends at once. UCX cannot take back a send, nor a receive that
+        has begun: they end when the other side has taken or dropped the message, or with the peer.
+        """
+        self._engine.cancel(self)
+
+    def finish(self, error: KvwireError | None) -> None:
+        """Resolve the future, once."""
+        if self.future.done():
+            return
+        if error is None:
+            self.future.set_result(None)
+        else:
+            self.future.set_exception(error)
+
+
+class Peer:
+    """A remote worker."""
+
+    __slots__ = ("_engine", "lost", "name")
+
+    def __init__(self, engine: UcxEngine, name: str) -> None:
+        self._engine = engine
+        self.name: Final = name
+        self.lost = ""
+        """Why nothing can be moved to or from this peer any more. Empty while it can."""
+
+    def send(self, tag: int, buffer: Any) -> UcxOp:
+        """Send a contiguous buffer. Done when the peer has taken all of it."""
+        return self._engine.send(self, tag, buffer)
+
+    def close(self) -> None:
+        """Fail what is under way and let go of the peer. Receives that have begun end when UCX ends them."""
+        self._engine.drop_peer(self, "the connection was closed", gone=False)
+
+    def mark_gone(self) -> None:
+        """The peer's process is proven to be gone, so none of its transfers touches memory any more."""
+        self._engine.drop_peer(self, "its process has ended", gone=True)
+
+
+def lost_peer(peer: Peer) -> TransferFailed:
+    return TransferFailed(f"The peer {peer.name} is lost: {peer.lost}.", path="ucx", cause="peer lost")
