@@ -135,9 +135,7 @@ def worker_output(*, received=(), sent=(), failed=(), bad_blocks=(), report=None
 class FakeTransfer:
     def __init__(self):
         self.ended = False
-        self.failed = False
         self.cancelled = False
-        self.failed_block_ids: frozenset[int] = frozenset()
         self.waits: list[float] = []
         self.ends_while_waiting = False
 
@@ -158,24 +156,45 @@ class FakeTransfers:
     """WorkerAdapter, whose transfers end when the test says so."""
 
     is_healthy: bool = True
-    stores: list[tuple[str, Any, FakeTransfer]] = field(default_factory=list)
-    loads: list[tuple[str, Any, FakeTransfer]] = field(default_factory=list)
     raises: bool = False
+    stores: list[tuple[str, Any, FakeTransfer]] = field(default_factory=list)
+    loads: list[str] = field(default_factory=list)
+    held: set[str] = field(default_factory=set)
+    received: set[str] = field(default_factory=set)
+    failed: set[str] = field(default_factory=set)
+    failed_blocks: set[int] = field(default_factory=set)
     waited: int = 0
+    ends_while_waiting: str = ""
 
     def submit_store_request(self, request_id, op, event=None):
-        return self._submit(self.stores, request_id, op)
-
-    def submit_retrieve_request(self, request_id, op, event=None):
-        return self._submit(self.loads, request_id, op)
-
-    def _submit(self, where, request_id, op):
         if self.raises:
             raise RuntimeError("no")
-        transfer = FakeTransfer()
-        where.append((request_id, op, transfer))
-        return transfer
+        self.stores.append((request_id, op, FakeTransfer()))
+        return self.stores[-1][2]
+
+    def submit_retrieve_request(self, request_id, op, event=None):
+        if self.raises:
+            raise RuntimeError("no")
+        self.loads.append(request_id)
+        return FakeTransfer()
+
+    def get_finished(self, finished):
+        self.held |= set(finished)
+        busy = {request_id for request_id, _, transfer in self.stores if not transfer.ended}
+        sent, self.held = self.held - busy, self.held & busy
+        received, self.received = self.received, set()
+        return sent or None, received or None
+
+    def failed_requests(self):
+        failed, self.failed = self.failed, set()
+        return failed
+
+    def get_block_ids_with_load_errors(self):
+        failed, self.failed_blocks = self.failed_blocks, set()
+        return failed
 
     def wait_for_any(self, timeout):
         self.waited += 1
-        return False
+        if self.ends_while_waiting:
+            self.received.add(self.ends_while_waiting)
+        return bool(self.ends_while_waiting)

@@ -21,7 +21,7 @@ from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import cache_service_pb2 as pb
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
     from kvwire.keys import ExtraInput, Namespace, Tokens
@@ -208,7 +208,7 @@ class Client:
 
     def read_chunks(
         self, registration_id: int, lease_ids: Sequence[int], *, timeout: float | None = None
-    ) -> Iterator[pb.ReadChunksResponse]:
+    ) -> Generator[pb.ReadChunksResponse]:
         """The inline path of a retrieve: pieces, in the order of leases and slots."""
         seconds = timeout or self.deadlines["ReadChunks"]
         request = pb.ReadChunksRequest(registration_id=registration_id, lease_ids=lease_ids)

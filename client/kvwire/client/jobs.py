@@ -63,6 +63,14 @@ class TransferJob:
                 return each.blocks_of(chunk)
         raise KeyError(name)
 
+    def by_object(self) -> dict[ObjectName, tuple[int, ...]]:
+        """The block ids of every object."""
+        return {
+            (chunk, each.group_index): each.blocks_of(chunk)
+            for each in self.groups
+            for chunk in range(each.first_chunk, each.first_chunk + each.chunk_count)
+        }
+
     def block_ids(self, names: Iterable[ObjectName] | None = None) -> frozenset[int]:
         """The wanted blocks of these objects, or of all."""
         wanted = self.objects() if names is None else names

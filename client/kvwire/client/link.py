@@ -120,6 +120,11 @@ class Link:
         return self._state is LinkState.HEALTHY and not self._draining
 
     @property
+    def is_reachable(self) -> bool:
+        """Not known to be away: good enough for a farewell that nobody waits for."""
+        return self._state in {LinkState.HEALTHY, LinkState.SUSPECT}
+
+    @property
     def degraded_reason(self) -> str:
         """Empty while the server is usable."""
         if self._state is LinkState.HEALTHY:
@@ -139,10 +144,10 @@ class Link:
         if not self.is_usable:
             raise self._error or self.unusable()
 
-    def ensure(self) -> None:
+    def ensure(self, wait: float = START_S) -> None:
         """Raise Unavailable unless the server is usable. In a forked child the first call connects."""
         if self._state is LinkState.NEW and self._loop is None:
-            self.start()
+            self.start(wait)
         if not self.is_usable:
             raise self.unusable()
 

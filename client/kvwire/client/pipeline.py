@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from kvwire.client.layout import KvLayout
     from kvwire.client.types import TransferItem
     from kvwire.transfer.base import ByteArray, Drain, Fill
+    from kvwire.transfer.pages import KvGroupPages, PageMover
     from kvwire.v1 import transfer_pb2
 
 PATH_NAMES: Final = {
@@ -45,15 +46,6 @@ class BoundPath(Protocol):
     def write(self, ticket: Ticket, fill: Fill, deadline: float) -> list[SlotResult]: ...
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]: ...
-
-
-class Blocks(Protocol):
-    """The engine's blocks, group by group. Byte ranges are those of an object made of these blocks."""
-
-    def gather(self, group: int, block_ids: Sequence[int], start: int, stop: int, out: ByteArray) -> None: ...
-
-    def scatter(self, group: int, block_ids: Sequence[int], start: int, stop: int, data: ByteArray) -> None:
-        """Rows of blocks with the id -1 are left out."""
 
 
 class Task:
@@ -88,7 +80,7 @@ class Session:
     registration_id: int
     layout: KvLayout
     path: BoundPath
-    blocks: Blocks
+    pages: Sequence[KvGroupPages]
 
     def parts(self, tasks: Sequence[Task]) -> Iterator[list[Part]]:
         """The tasks' items below the server's limits and `PART_BYTES`, in calls."""
@@ -108,23 +100,30 @@ class Session:
 
     def fill(self, task: Task) -> Fill:
         """Reads the task's blocks, until the task is withdrawn."""
+        mover = self._mover(task)
 
         def fill(slot: Slot, start: int, stop: int, out: ByteArray, /) -> None:
             if task.is_cancelled():
                 raise cancelled()
-            ids = task.job.blocks_of((slot.chunk_index, slot.group_index))
-            self.blocks.gather(slot.group_index, ids, start, stop, out)
+            mover.fill(slot, start, stop, out)
 
         return fill
 
     def drain(self, task: Task) -> Drain:
+        """Writes the task's blocks, until the task is withdrawn."""
+        mover = self._mover(task)
+
         def drain(slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
             if task.is_cancelled():
                 raise cancelled()
-            ids = task.job.blocks_of((slot.chunk_index, slot.group_index))
-            self.blocks.scatter(slot.group_index, ids, start, stop, data)
+            mover.drain(slot, start, stop, data)
 
         return drain
+
+    def _mover(self, task: Task) -> PageMover:
+        from kvwire.transfer.pages import PageMover
+
+        return PageMover(self.pages, task.job.by_object())
 
     def ticket(self, message: transfer_pb2.Ticket) -> Ticket:
         """The ticket as data paths take it. Raises TransferFailed for sizes that are not the layout's."""

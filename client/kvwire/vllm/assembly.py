@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from kvwire.client.channel import TlsConfig
@@ -13,9 +13,12 @@ from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
+from kvwire.vllm.views import group_views
 from kvwire.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvwire.keys import Namespace
     from kvwire.vllm.layout import EngineLayout
     from kvwire.vllm.metadata import Job
@@ -66,12 +69,19 @@ class SchedulerParts:
         self.adapter.shutdown()
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class WorkerParts:
+    """`views` are the engine's blocks, once it has them: see `group_views`."""
+
     adapter: WorkerAdapter
     side: WorkerSide
     layout: EngineLayout
     shutdown_wait: float
+    views: list[list[Any]] = field(default_factory=list)
+
+    def register(self, kv_caches: Mapping[str, Any]) -> None:
+        self.views = group_views(self.layout, kv_caches)
+        self.adapter.register_kv_caches(self.views)
 
     def event(self) -> Any:
         """Marks the end of the step's kernels on an accelerator; None on a CPU, where they have ended."""

@@ -17,7 +17,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 
 from kvwire.vllm.assembly import make_scheduler, make_worker
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
-from kvwire.vllm.views import group_views
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -118,8 +117,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     # The workers' side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
-        worker = self._of_worker
-        worker.adapter.register_kv_caches(group_views(worker.layout, kv_caches))
+        self._of_worker.register(kv_caches)
 
     @contained(_nothing)
     def handle_preemptions(self, kv_connector_metadata: Any) -> None:

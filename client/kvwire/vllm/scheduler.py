@@ -119,7 +119,6 @@ class SchedulerSide:
         self._unanswered.discard(request.request_id)
         if tracker is None:
             return False
-        self._lookups.cleanup_lookup_result(tracker.session_id)
         # The engine frees a request that is loading itself, when the load ends, and must not be told twice.
         if tracker.open_stores > 0 and tracker.stage is not Stage.LOADING:
             self._held.add(tracker.request_id)

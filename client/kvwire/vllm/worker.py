@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Collection, Iterable
 
     from kvwire.vllm.metadata import Job
 
@@ -21,12 +21,8 @@ _PAUSE: Final = 0.001
 
 
 class Transfer(Protocol):
-    """A load or a store under way. `failed_block_ids`: blocks of a load that are not proven right."""
+    """A store under way."""
 
-    @property
-    def failed(self) -> bool: ...
-    @property
-    def failed_block_ids(self) -> frozenset[int]: ...
     def done(self) -> bool: ...
     def wait(self, timeout: float) -> bool: ...
     def cancel(self) -> None: ...
@@ -39,6 +35,9 @@ class Transfers(Protocol):
     def is_healthy(self) -> bool: ...
     def submit_store_request(self, request_id: str, op: Any, event: Any = None) -> Transfer: ...
     def submit_retrieve_request(self, request_id: str, op: Any, event: Any = None) -> Transfer: ...
+    def get_finished(self, finished: Collection[str]) -> tuple[set[str] | None, set[str] | None]: ...
+    def failed_requests(self) -> set[str]: ...
+    def get_block_ids_with_load_errors(self) -> set[int]: ...
     def wait_for_any(self, timeout: float) -> bool: ...
 
 
@@ -55,7 +54,7 @@ class Results:
 
 
 @dataclass(slots=True)
-class _Running:
+class _Store:
     """`transfer` is None when it could not even be started."""
 
     request_id: str
@@ -65,14 +64,6 @@ class _Running:
     @property
     def ended(self) -> bool:
         return self.transfer is None or self.transfer.done()
-
-    @property
-    def lost_blocks(self) -> frozenset[int]:
-        if self.transfer is None:
-            return self.blocks
-        if not self.transfer.failed:
-            return frozenset()
-        return self.transfer.failed_block_ids or self.blocks
 
 
 class WorkerSide:
@@ -92,9 +83,8 @@ class WorkerSide:
         self._rank = rank
         self._single_group = single_group
         self._store_wait = store_wait
-        self._loads: dict[str, _Running] = {}
-        self._stores: list[_Running] = []
-        self._held: set[str] = set()
+        self._stores: list[_Store] = []
+        self._stillborn: dict[str, frozenset[int]] = {}
         self._failed_blocks: set[int] = set()
         self._ended_stores: dict[str, int] = {}
         self._reported_health = True
@@ -118,19 +108,19 @@ class WorkerSide:
 
     def start_loads(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            running = self._start(job, self._transfers.submit_retrieve_request)
-            self._loads[job.request_id] = running
+            if job.lost or self._start(job, self._transfers.submit_retrieve_request, None) is None:
+                self._stillborn[job.request_id] = job.plan.block_ids | job.lost
 
     def start_stores(self, jobs: Iterable[Job], event: Any = None) -> None:
-        self._stores.extend(self._start(job, self._transfers.submit_store_request, event) for job in jobs)
+        for job in jobs:
+            transfer = self._start(job, self._transfers.submit_store_request, event)
+            self._stores.append(_Store(job.request_id, job.plan.block_ids, transfer))
 
     def results(self, step: StepMetadata) -> Results:
         """What has ended. A step without tokens waits for it a moment, so that the engine does not spin."""
-        self._held |= step.held
-        results = self._collect()
-        if step.idle and not results and (self._loads or self._held):
-            self._transfers.wait_for_any(_PAUSE)
-            results = self._collect()
+        results = self._collect(step.held)
+        if step.idle and not results and self._transfers.wait_for_any(_PAUSE):
+            results = self._collect(())
         return results
 
     def take_failed_blocks(self) -> set[int]:
@@ -152,42 +142,31 @@ class WorkerSide:
             if store.transfer is not None and not store.transfer.wait(max(0.0, deadline - time.monotonic())):
                 store.transfer.cancel()
 
-    def _start(self, job: Job, submit: Callable[..., Transfer], event: Any = None) -> _Running:
-        blocks = job.plan.block_ids | job.lost
-        if job.lost:
-            return _Running(job.request_id, blocks, None)
+    def _start(self, job: Job, submit: Callable[..., Transfer], event: Any) -> Transfer | None:
         try:
-            transfer = submit(job.request_id, self._to_op(job), event)
+            return submit(job.request_id, self._to_op(job), event)
         except Exception:
             logger.exception("kvwire: a transfer of request %s could not be started", job.request_id)
-            return _Running(job.request_id, blocks, None)
-        return _Running(job.request_id, blocks, transfer)
+            return None
 
-    def _collect(self) -> Results:
-        results = Results()
-        self._collect_stores()
-        for request_id, load in list(self._loads.items()):
-            if load.ended:
-                del self._loads[request_id]
-                results.received.add(request_id)
-                self._note_failure(load, results)
-        busy = {store.request_id for store in self._stores}
-        results.sent = self._held - busy
-        self._held &= busy
-        return results
+    def _collect(self, held: Collection[str]) -> Results:
+        self._count_stores()
+        sent, received = self._transfers.get_finished(held)
+        failed = self._transfers.failed_requests()
+        blocks = self._transfers.get_block_ids_with_load_errors()
+        stillborn, self._stillborn = self._stillborn, {}
+        if self._single_group:
+            self._failed_blocks.update(blocks, *stillborn.values())
+            failed = set()
+        else:
+            failed = failed | stillborn.keys()
+        return Results(sent or set(), (received or set()) | stillborn.keys(), failed)
 
-    def _collect_stores(self) -> None:
-        running: list[_Running] = []
+    def _count_stores(self) -> None:
+        running: list[_Store] = []
         for store in self._stores:
             if store.ended:
                 self._ended_stores[store.request_id] = self._ended_stores.get(store.request_id, 0) + 1
             else:
                 running.append(store)
         self._stores = running
-
-    def _note_failure(self, load: _Running, results: Results) -> None:
-        lost = load.lost_blocks
-        if lost and self._single_group:
-            self._failed_blocks |= lost
-        elif lost:
-            results.failed.add(load.request_id)

@@ -27,18 +27,16 @@ class TestLoads:
     def test_the_end_is_told_once(self, transfers):
         side = worker(transfers)
         side.start_loads([job("r", 1, 2)])
+        assert transfers.loads == ["r"]
         assert not side.results(StepMetadata())
-        transfers.loads[0][2].ended = True
+        transfers.received = {"r"}
         assert side.results(StepMetadata()).received == {"r"}
         assert not side.results(StepMetadata())
         assert not side.take_failed_blocks()
 
     def test_bl22_one_group_tells_the_failed_blocks(self, transfers):
         side = worker(transfers)
-        side.start_loads([job("r", 1, 2)])
-        transfer = transfers.loads[0][2]
-        transfer.ended = transfer.failed = True
-        transfer.failed_block_ids = frozenset({2})
+        transfers.received, transfers.failed, transfers.failed_blocks = {"r"}, {"r"}, {2}
         results = side.results(StepMetadata())
         assert (results.received, results.failed) == ({"r"}, set())
         assert side.take_failed_blocks() == {2}
@@ -46,41 +44,33 @@ class TestLoads:
 
     def test_bl22_several_groups_tell_the_failed_request(self, transfers):
         side = worker(transfers, single_group=False)
-        side.start_loads([job("r", 1, 2)])
-        transfer = transfers.loads[0][2]
-        transfer.ended = transfer.failed = True
+        transfers.received, transfers.failed, transfers.failed_blocks = {"r"}, {"r"}, {2}
         results = side.results(StepMetadata())
         assert (results.received, results.failed) == ({"r"}, {"r"})
         assert not side.take_failed_blocks()
 
-    def test_bl22_a_failure_without_blocks_is_one_of_all_blocks(self, transfers):
-        side = worker(transfers)
-        side.start_loads([job("r", 1, 2)])
-        transfer = transfers.loads[0][2]
-        transfer.ended = transfer.failed = True
-        side.results(StepMetadata())
-        assert side.take_failed_blocks() == {1, 2}
-
-    def test_a_load_that_cannot_start_ends_at_once_and_has_failed(self, transfers):
-        side = worker(transfers)
+    @pytest.mark.parametrize("single_group", [True, False])
+    def test_a_load_that_cannot_start_ends_at_once_and_has_failed(self, transfers, single_group):
+        side = worker(transfers, single_group=single_group)
         transfers.raises = True
-        side.start_loads([job("r", 1, 2)])
-        side.start_loads([job("s", lost={7})])
-        assert side.results(StepMetadata()).received == {"r", "s"}
-        assert side.take_failed_blocks() == {1, 2, 7}
+        side.start_loads([job("r", 1, 2), job("s", lost={7})])
+        results = side.results(StepMetadata())
+        assert results.received == {"r", "s"}
+        assert results.failed == (set() if single_group else {"r", "s"})
+        assert side.take_failed_blocks() == ({1, 2, 7} if single_group else set())
+        assert not side.results(StepMetadata())
 
     def test_an_idle_step_waits_a_moment(self, transfers):
         side = worker(transfers)
-        side.results(StepMetadata(idle=True))
-        assert transfers.waited == 0
-        side.start_loads([job("r", 1)])
         side.results(StepMetadata())
         assert transfers.waited == 0
-        side.results(StepMetadata(idle=True))
+        assert not side.results(StepMetadata(idle=True))
         assert transfers.waited == 1
-        transfers.loads[0][2].ended = True
-        side.results(StepMetadata(idle=True))
-        assert transfers.waited == 1
+        transfers.ends_while_waiting = "r"
+        assert side.results(StepMetadata(idle=True)).received == {"r"}
+        transfers.received = {"s"}
+        assert side.results(StepMetadata(idle=True)).received == {"s"}
+        assert transfers.waited == 2
 
 
 class TestStores:

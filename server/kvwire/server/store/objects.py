@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
@@ -46,7 +46,7 @@ class StoredObject:
     it tells this object from a later one of the same key.
     """
 
-    chunk: Chunk
+    chunk: Chunk = field(repr=False)
     shard: int
     offset: int
     size: int
@@ -68,8 +68,8 @@ class Chunk:
     parent_key: bytes
     space: Space
     shards: list[StoredObject | None]
-    parent: Chunk | None = None
-    children: dict[bytes, Chunk] | None = None
+    parent: Chunk | None = field(default=None, repr=False)
+    children: dict[bytes, Chunk] | None = field(default=None, repr=False)
     mask: int = 0
     size: int = 0
     pins: int = 0

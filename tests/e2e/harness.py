@@ -1,0 +1,225 @@
+"""Real servers and real engines for the end-to-end tests. One engine lives at a time in this process."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import grpc
+
+from e2e.models import VOCABULARY, model_path
+from kvwire.v1 import admin_service_pb2, admin_service_pb2_grpc
+
+BLOCK = 32
+CHUNK = 64
+NUM_TOKENS = 16
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "TRANSFORMERS_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def prompt(num_tokens, seed=7):
+    """The same tokens for the same seed; a shorter prompt is the head of a longer one."""
+    source = random.Random(seed)
+    return [source.randrange(3, VOCABULARY) for _ in range(num_tokens)]
+
+
+class Server:
+    """A `kvwire server` process on a socket file."""
+
+    def __init__(self, folder, *flags):
+        self.address = f"unix:{folder / 'kvwire.sock'}"
+        self._log = folder / "server.log"
+        self._flags = flags
+        self._process = None
+        self.start()
+
+    def start(self):
+        command = [sys.executable, "-m", "kvwire.cli", "server", "--listen", self.address]
+        with self._log.open("a") as log:
+            self._process = subprocess.Popen(
+                [*command, "--chunk-size", str(CHUNK), "--l1-size", "64MiB", *self._flags],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+        deadline = time.monotonic() + 30
+        while time.monotonic() < deadline:
+            assert self._process.poll() is None, self.log()
+            try:
+                self.status(timeout=1)
+            except grpc.RpcError:
+                time.sleep(0.05)
+            else:
+                return
+        raise TimeoutError(self.log())
+
+    def status(self, timeout=5.0):
+        with grpc.insecure_channel(self.address) as channel:
+            admin = admin_service_pb2_grpc.AdminServiceStub(channel)
+            return admin.GetStatus(admin_service_pb2.GetStatusRequest(), timeout=timeout)
+
+    def log(self):
+        return self._log.read_text()
+
+    def kill(self):
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self):
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self):
+        self._process.send_signal(signal.SIGCONT)
+
+    def close(self):
+        if self._process.poll() is None:
+            self.resume()
+            self._process.terminate()
+            try:
+                self._process.wait(10)
+            except subprocess.TimeoutExpired:
+                self.kill()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """`cached` counts the tokens of the prompt that were not computed: local ones and those from kvwire."""
+
+    tokens: tuple[int, ...]
+    cached: int
+    reason: str
+
+
+class Engine:
+    """One vLLM engine. `transfer` is the connector's configuration, None for an engine without it."""
+
+    def __init__(self, model, transfer=None, **options):
+        from vllm import LLM
+        from vllm.config import KVTransferConfig
+
+        self._llm = LLM(
+            model=model_path(model),
+            dtype="float32",
+            enforce_eager=True,
+            skip_tokenizer_init=True,
+            disable_log_stats=True,
+            seed=0,
+            kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
+            **{
+                "block_size": BLOCK,
+                "max_model_len": 512,
+                "max_num_seqs": 8,
+                "max_num_batched_tokens": 512,
+                "kv_cache_memory_bytes": 32 << 20,
+                "enable_prefix_caching": False,
+                **options,
+            },
+        )
+
+    def run(self, *prompts, num_tokens=NUM_TOKENS, salt=None, lora=None, **sampling):
+        from vllm import SamplingParams
+
+        asked = [{"prompt_token_ids": tokens, **({"cache_salt": salt} if salt else {})} for tokens in prompts]
+        params = SamplingParams(
+            temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, **sampling
+        )
+        outputs = self._llm.generate(asked, params, use_tqdm=False, lora_request=lora)
+        self.settle()
+        return [
+            Answer(
+                tuple(output.outputs[0].token_ids), output.num_cached_tokens, output.outputs[0].finish_reason
+            )
+            for output in outputs
+        ]
+
+    @property
+    def core(self):
+        return self._llm.llm_engine.engine_core.engine_core
+
+    @property
+    def scheduler_connector(self):
+        return self.core.scheduler.connector
+
+    @property
+    def worker_connector(self):
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group()
+
+    def settle(self, timeout=10.0):
+        """Step on, as an engine's server does, until no finished request waits for its stores."""
+        deadline = time.monotonic() + timeout
+        while self.core.scheduler.has_requests():
+            assert time.monotonic() < deadline, "the engine does not come to rest"
+            self._llm.llm_engine.step()
+
+    def free_blocks(self):
+        return self.core.scheduler.kv_cache_manager.block_pool.get_num_free_blocks()
+
+    def close(self):
+        from vllm.distributed import cleanup_dist_env_and_memory
+
+        self._llm.llm_engine.engine_core.shutdown()
+        del self._llm
+        cleanup_dist_env_and_memory()
+
+
+def transfer_config(address, *, policy="recompute", role="kv_both", **extra):
+    return {
+        "kv_connector": "KvwireConnector",
+        "kv_connector_module_path": "kvwire.vllm",
+        "kv_role": role,
+        "kv_load_failure_policy": policy,
+        "kv_connector_extra_config": {
+            "kvwire.address": address,
+            "kvwire.heartbeat_interval": 0.2,
+            **{f"kvwire.{name}": value for name, value in extra.items()},
+        },
+    }
+
+
+@contextmanager
+def engine(model, server=None, *, policy="recompute", role="kv_both", extra=None, **options):
+    transfer = transfer_config(server.address, policy=policy, role=role, **(extra or {})) if server else None
+    running = Engine(model, transfer, **options)
+    try:
+        yield running
+    finally:
+        running.close()
+
+
+class Baseline:
+    """What an engine without a connector says, each prompt asked once."""
+
+    def __init__(self):
+        self._known = {}
+
+    def __call__(self, model, *prompts, num_tokens=NUM_TOKENS, **options):
+        name = (model, num_tokens, tuple(sorted(options.items())))
+        known = self._known.setdefault(name, {})
+        missing = [tokens for tokens in prompts if tuple(tokens) not in known]
+        if missing:
+            with engine(model, **options) as alone:
+                for tokens, answer in zip(missing, alone.run(*missing, num_tokens=num_tokens), strict=True):
+                    known[tuple(tokens)] = answer.tokens
+        return [known[tuple(tokens)] for tokens in prompts]
+
+
+def set_environment():
+    os.environ.update(ENVIRONMENT)
+    os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)
