@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Mapping, Sequence
     from types import TracebackType
 
+    from kvwire.client.cache import AsyncKvCache, CacheOptions
     from kvwire.keys import ExtraInput, Namespace, Tokens
 
 R = TypeVar("R")
@@ -68,6 +69,24 @@ class AsyncClient:
     def channel(self) -> grpc.aio.Channel:
         """The gRPC channel of the running loop, for other services on the same address."""
         return self._connection.channel()
+
+    async def register_kv_caches(
+        self, tensors: Any, *, model: str, block_size: int | Sequence[int], **options: Unpack[CacheOptions]
+    ) -> AsyncKvCache:
+        """As `Client.register_kv_caches`. The cache has a connection of its own."""
+        from kvwire.client.cache import AsyncKvCache, register_kv_caches
+        from kvwire.client.client import Client
+
+        config = self._connection.config
+        client = Client(
+            str(self.target),
+            tls=config.tls,
+            token=config.token,
+            client_name=self.client_name,
+            deadlines=self.deadlines.as_dict(),
+        )
+        found = await asyncio.to_thread(register_kv_caches, client, tensors, model, block_size, options)
+        return AsyncKvCache(found)
 
     # What follows is the contract, in its order.
 

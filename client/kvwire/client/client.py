@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
     from types import TracebackType
 
+    from kvwire.client.cache import CacheOptions, KvCache
     from kvwire.keys import ExtraInput, Namespace, Tokens
 
 R = TypeVar("R")
@@ -81,6 +82,18 @@ class Client:
     def channel(self) -> grpc.Channel:
         """The gRPC channel, for other services on the same address."""
         return self._connection.channel()
+
+    def register_kv_caches(
+        self, tensors: Any, *, model: str, block_size: int | Sequence[int], **options: Unpack[CacheOptions]
+    ) -> KvCache:
+        """Connect an engine's KV caches: negotiate, register, prove a data path. Raises what went wrong.
+
+        `tensors` (torch or numpy) have blocks of `block_size` tokens as their first dimension: a mapping or a
+        sequence by layer, or a sequence of such, one for each KV group.
+        """
+        from kvwire.client.cache import register_kv_caches
+
+        return register_kv_caches(self, tensors, model, block_size, options)
 
     # What follows is the contract, in its order.
 

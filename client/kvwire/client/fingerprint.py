@@ -1,4 +1,4 @@
-"""The layout fingerprint: a digest of whatever changes the bytes of a block, so unlike engines never share."""
+"""The layout fingerprint: a digest of what changes the bytes of a block, so unlike engines never share."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _ISA_FLAGS: Final = (
 def layout_fingerprint(
     *,
     dtype: str,
-    block_size: int,
-    page_bytes: Sequence[int],
+    block_sizes: Sequence[int],
+    page_bytes: Sequence[Sequence[int]],
     order: str,
     device: str,
     facts: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """32 bytes. `page_bytes` has one entry per layer; `order` says whether layers or blocks are outermost.
+    """32 bytes. Block sizes are per KV group, page sizes per group and layer.
 
-    On a CPU the instruction set counts too, because engines pack the inside of a page for it. `facts` is for
-    what else an engine knows to change its bytes.
+    `order` says whether layers or blocks are outermost. On a CPU the instruction set counts too, because
+    engines pack the inside of a page for it. `facts` is for what else an engine knows to change its bytes.
     """
     told: dict[str, Any] = {
         "dtype": dtype,
-        "block_size": block_size,
-        "page_bytes": list(page_bytes),
+        "block_sizes": list(block_sizes),
+        "page_bytes": [list(group) for group in page_bytes],
         "order": order,
         "device": device,
         "isa": list(cpu_isa()) if device == "cpu" else [],

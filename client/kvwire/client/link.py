@@ -169,6 +169,15 @@ class Link:
             return
         self._wake()
 
+    def renew(self, reason: str, wait: float) -> None:
+        """Have everything set up anew, although the server may be well. Waits for it as `start` does."""
+        with self._lock:
+            if self._state is LinkState.CLOSED:
+                return
+            self._state, self._reason = LinkState.NEW, reason
+            self._tried.clear()
+        self.start(wait)
+
     def close(self) -> None:
         """Leave the server. Idempotent, also before the first use."""
         with self._lock:

@@ -57,26 +57,17 @@ def _rows(array: Any) -> Any:
     inner = array[:1]
     if array.ndim < 2 or not inner.flags.c_contiguous or not array.flags.writeable:
         raise LayoutUnsupported(
-            f"An array of shape {array.shape} is not made of blocks that each lie together and can be written.",
+            f"An array of shape {array.shape} is not made of writable blocks that each lie together.",
             problem="array layout",
         )
-    page = inner.nbytes
-    return np.lib.stride_tricks.as_strided(
-        array.view(np.uint8) if array.dtype == np.uint8 else _bytes_of(array),
-        shape=(array.shape[0], page),
-        strides=(array.strides[0], 1),
-    )
-
-
-def _bytes_of(array: Any) -> Any:
-    # The innermost dimension is contiguous, so it may be seen as bytes.
-    return array.view(np.uint8)
+    return array.reshape(array.shape[0], -1).view(np.uint8)
 
 
 def _tensor_groups(tensors: Sequence[Sequence[Any]], threads: int) -> tuple[KvGroupPages, ...]:
     from kvwire.transfer.pages import pages_from_torch
 
-    named = {f"{g}.{i}": each for g, group in enumerate(tensors) for i, each in enumerate(group)}
-    names = [[f"{g}.{i}" for i in range(len(group))] for g, group in enumerate(tensors)]
-    blocks = min(each.shape[0] for each in named.values())
-    return tuple(pages_from_torch(named, names, blocks, threads=threads))
+    pages: list[KvGroupPages] = []
+    for group in tensors:
+        named = {str(index): each for index, each in enumerate(group)}
+        pages += pages_from_torch(named, [list(named)], group[0].shape[0], threads=threads)
+    return tuple(pages)

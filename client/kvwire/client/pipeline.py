@@ -23,12 +23,6 @@ if TYPE_CHECKING:
     from kvwire.transfer.pages import KvGroupPages, PageMover
     from kvwire.v1 import transfer_pb2
 
-PATH_NAMES: Final = {
-    Path.SHM: "shm",
-    Path.UCX_LOCAL: "ucx-local",
-    Path.UCX_REMOTE: "ucx-remote",
-    Path.INLINE: "inline",
-}
 PART_BYTES: Final = 512 << 20
 """What one lease covers at most: it must not run out while its bytes are under way."""
 
@@ -73,7 +67,7 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
-class Session:
+class Lane:
     """One registration's means, as long as it is good."""
 
     client: Client
@@ -167,7 +161,7 @@ def to_ticket(message: transfer_pb2.Ticket) -> Ticket:
         )
         for index, slot in enumerate(message.slots)
     )
-    return Ticket(message.lease_id, PATH_NAMES.get(Path(message.path), ""), slots, message.piece_bytes)
+    return Ticket(message.lease_id, Path(message.path).label, slots, message.piece_bytes)
 
 
 def name(ticket: Ticket, slot: int) -> ObjectName:

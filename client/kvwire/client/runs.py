@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.client.jobs import ObjectName
-    from kvwire.client.pipeline import Part, Session, Task
+    from kvwire.client.pipeline import Lane, Part, Task
     from kvwire.client.types import Committed, RetrieveGrant
     from kvwire.transfer.base import Ticket
 
@@ -23,15 +23,15 @@ if TYPE_CHECKING:
 class StoreRun:
     """One pass over a batch of stores. The results are in the order of the tasks."""
 
-    def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
-        self._session = session
+    def __init__(self, lane: Lane, tasks: Sequence[Task]) -> None:
+        self._lane = lane
         self._tasks = tasks
         self._counts: dict[Task, Counter[str]] = {task: Counter() for task in tasks}
         self._failed: defaultdict[Task, set[ObjectName]] = defaultdict(set)
         self._errors: dict[Task, KvwireError] = {}
 
     def run(self) -> list[StoreResult]:
-        for parts in self._session.parts(self._tasks):
+        for parts in self._lane.parts(self._tasks):
             wanted = [part for part in parts if not self._is_over(part)]
             try:
                 self._store(wanted)
@@ -42,18 +42,23 @@ class StoreRun:
 
     def _is_over(self, part: Part) -> bool:
         """Chunks behind a hole can never be hit."""
-        if part.task.is_cancelled():
-            self._errors.setdefault(part.task, cancelled())
-        error = self._errors.get(part.task)
+        task = part.task
+        if task.is_cancelled():
+            self._errors.setdefault(task, cancelled())
+        error = self._errors.get(task)
         if error is not None:
-            self._fail(part.task, names(part.item), error)
-        return error is not None
+            self._fail(task, names(part.item), error)
+        elif self._counts[task]["no_space"]:
+            self._counts[task]["no_space"] += len(names(part.item))
+        else:
+            return False
+        return True
 
     def _store(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
-        session = self._session
-        grants = session.client.begin_store(session.registration_id, [part.item for part in parts])
+        lane = self._lane
+        grants = lane.client.begin_store(lane.registration_id, [part.item for part in parts])
         leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
         written: list[tuple[Part, Ticket, CommitItem]] = []
         ready: list[tuple[Part, Ticket, CommitItem]] = []
@@ -66,21 +71,21 @@ class StoreRun:
                 if grant.error is not None:
                     self._fail(part.task, names(part.item), grant.error)
                 elif grant.ticket is not None:
-                    ticket = session.ticket(grant.ticket)
-                    item = self._write(part, ticket, session.seconds(grant.ticket, "CommitStore"))
+                    ticket = lane.ticket(grant.ticket)
+                    item = self._write(part, ticket, lane.seconds(grant.ticket, "CommitStore"))
                     if item is not None:
                         written.append((part, ticket, item))
             ready = [each for each in written if self._may_commit(each[0].task)]
         finally:
             leases -= {ticket.lease_id for _, ticket, _ in ready}
-            session.client.abort_quietly(session.registration_id, sorted(leases))
+            lane.client.abort_quietly(lane.registration_id, sorted(leases))
         self._commit(ready)
 
     def _write(self, part: Part, ticket: Ticket, seconds: float) -> CommitItem | None:
         """Fill the slots. None: there is nothing to publish."""
-        task, session = part.task, self._session
-        with session.span("store", ticket, task):
-            results = session.path.write(ticket, session.fill(task), time.monotonic() + seconds)
+        task, lane = part.task, self._lane
+        with lane.span("store", ticket, task):
+            results = lane.path.write(ticket, lane.fill(task), time.monotonic() + seconds)
         good = [result for result in results if result.error is None]
         for result in results:
             if result.error is not None:
@@ -99,13 +104,13 @@ class StoreRun:
     def _commit(self, commits: Sequence[tuple[Part, Ticket, CommitItem]]) -> None:
         if not commits:
             return
-        session = self._session
+        lane = self._lane
         try:
-            results = session.client.commit_store(session.registration_id, [item for *_, item in commits])
+            results = lane.client.commit_store(lane.registration_id, [item for *_, item in commits])
         except KvwireError as error:
             for part, ticket, item in commits:
                 self._fail(part.task, [name(ticket, slot) for slot in item.slots], error)
-            session.client.abort_quietly(session.registration_id, [item.lease_id for *_, item in commits])
+            lane.client.abort_quietly(lane.registration_id, [item.lease_id for *_, item in commits])
             return
         for (part, ticket, item), result in zip(commits, results, strict=True):
             self._committed(part.task, ticket, item, result)
@@ -138,15 +143,15 @@ class StoreRun:
 class RetrieveRun:
     """One pass over a batch of retrieves. The results are in the order of the tasks."""
 
-    def __init__(self, session: Session, tasks: Sequence[Task]) -> None:
-        self._session = session
+    def __init__(self, lane: Lane, tasks: Sequence[Task]) -> None:
+        self._lane = lane
         self._tasks = tasks
         self._failed: defaultdict[Task, set[ObjectName]] = defaultdict(set)
         self._errors: dict[Task, KvwireError] = {}
         self._bytes: Counter[Task] = Counter()
 
     def run(self) -> list[RetrieveResult]:
-        for parts in self._session.parts(self._tasks):
+        for parts in self._lane.parts(self._tasks):
             wanted = [part for part in parts if not self._is_over(part)]
             try:
                 self._retrieve(wanted)
@@ -167,8 +172,8 @@ class RetrieveRun:
     def _retrieve(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
-        session = self._session
-        grants = session.client.begin_retrieve(session.registration_id, [part.item for part in parts])
+        lane = self._lane
+        grants = lane.client.begin_retrieve(lane.registration_id, [part.item for part in parts])
         ends: list[tuple[Part, Ticket, EndRetrieveItem]] = []
         leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
         try:
@@ -178,11 +183,11 @@ class RetrieveRun:
                     continue
                 self._note_missing(part, grant)
                 if grant.ticket is not None:
-                    ticket = session.ticket(grant.ticket)
-                    seconds = session.seconds(grant.ticket, "EndRetrieve")
+                    ticket = lane.ticket(grant.ticket)
+                    seconds = lane.seconds(grant.ticket, "EndRetrieve")
                     ends.append((part, ticket, self._read(part.task, ticket, seconds)))
         except BaseException:
-            session.client.end_quietly(session.registration_id, sorted(leases))
+            lane.client.end_quietly(lane.registration_id, sorted(leases))
             raise
         self._end(ends)
 
@@ -194,9 +199,9 @@ class RetrieveRun:
             self._fail(part.task, [(chunk, group)], ObjectNotFound(text, chunk=chunk, group=group))
 
     def _read(self, task: Task, ticket: Ticket, seconds: float) -> EndRetrieveItem:
-        session = self._session
-        with session.span("retrieve", ticket, task):
-            results = session.path.read(ticket, session.drain(task), time.monotonic() + seconds)
+        lane = self._lane
+        with lane.span("retrieve", ticket, task):
+            results = lane.path.read(ticket, lane.drain(task), time.monotonic() + seconds)
         for result in results:
             if result.error is not None:
                 self._fail(task, [name(ticket, result.index)], result.error)
@@ -207,9 +212,9 @@ class RetrieveRun:
         """Only a lease that was held all the time makes what was read true."""
         if not ends:
             return
-        session = self._session
+        lane = self._lane
         try:
-            held = session.client.end_retrieve(session.registration_id, [item for *_, item in ends])
+            held = lane.client.end_retrieve(lane.registration_id, [item for *_, item in ends])
         except KvwireError as error:
             for part, ticket, _item in ends:
                 self._fail(part.task, slot_names(ticket), error)

@@ -32,6 +32,11 @@ class Path(IntEnum):
     UCX_REMOTE = transfer_pb2.DATA_PATH_UCX_REMOTE
     INLINE = transfer_pb2.DATA_PATH_INLINE
 
+    @property
+    def label(self) -> str:
+        """As people write it: "shm", "ucx-local", ..."""
+        return self.name.lower().replace("_", "-")
+
 
 class EventKind(IntEnum):
     """What happened to a chunk. UNKNOWN is a kind of a newer server: skip it."""

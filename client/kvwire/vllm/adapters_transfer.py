@@ -25,7 +25,10 @@ class Kind(Enum):
 
 
 class Transfer(Task):
-    """One load or store. `event` marks the end of the kernels that the blocks wait for (None: they have ended)."""
+    """One load or store.
+
+    `event` marks the end of the kernels that the blocks wait for (None: they have ended).
+    """
 
     def __init__(
         self, request_id: str, kind: Kind, job: TransferJob, block_ids: frozenset[int], event: Any, trace: Any
@@ -57,7 +60,10 @@ class Transfer(Task):
         return self._failed_blocks
 
     def cancel(self) -> None:
-        """Nothing of it that is not committed yet is ever committed. A load fails; it is done once no copy runs."""
+        """Nothing of it that is not committed yet is ever committed.
+
+        A load fails; it is done once no copy runs.
+        """
         self._cancelled = True
 
     def is_cancelled(self) -> bool:

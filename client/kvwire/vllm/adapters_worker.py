@@ -1,4 +1,4 @@
-"""A worker's adapter: loads and stores blocks on threads of its own, and tells the engine when they are done."""
+"""A worker's adapter: loads and stores blocks on its own threads, and tells when they are done."""
 
 from __future__ import annotations
 
@@ -6,23 +6,33 @@ import logging
 import threading
 import time
 from collections import Counter
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire import telemetry
-from kvwire.client.cache import CacheSpec, KvCache
+from kvwire.client.binding import CacheSpec
+from kvwire.client.cache import KvCache, layout_of
 from kvwire.client.health import HEARTBEAT_S
-from kvwire.client.layout import GroupKind, KvGroup, KvLayout
+from kvwire.client.jobs import TransferJob
 from kvwire.client.link import START_S
-from kvwire.client.types import Role
+from kvwire.client.memory import kv_memory
+from kvwire.client.types import Role, SessionRange
 from kvwire.errors import Internal, InvalidArgument, KvwireError, Unavailable
-from kvwire.vllm.adapters_common import LoadStoreOp, adapter_options, layout_for, transfer_job
+from kvwire.vllm.adapters_common import (
+    LoadStoreOp,
+    adapter_options,
+    layout_for,
+    transfer_job,
+    wrap_kv_caches,
+)
 from kvwire.vllm.adapters_transfer import Kind, Transfer, TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping, Sequence
+    from collections.abc import Collection, Sequence
 
     from kvwire.client.channel import TlsConfig
-    from kvwire.client.jobs import RetrieveResult, StoreResult, TransferJob
+    from kvwire.client.jobs import RetrieveResult, StoreResult
+    from kvwire.client.layout import KvLayout
     from kvwire.keys import Namespace
     from kvwire.vllm.adapters_common import LayoutFor
 
@@ -32,13 +42,14 @@ COPY_THREADS: Final = 2
 """So that a load need not wait for a store that has begun."""
 _COMPLAIN_S: Final = 60.0
 _SHUTDOWN_S: Final = 5.0
+_NO_JOB: Final = TransferJob(SessionRange("", 0, 0), ())
 
 
 class WorkerAdapter:
     """Moves one rank's KV blocks between an engine and a server.
 
-    Submitting only queues. A store that fails is dropped, a load that fails names its blocks; nothing is raised
-    into the engine after construction. `context` is taken for compatibility and ignored.
+    Submitting only queues. A store that fails is dropped, a load that fails names its blocks; nothing is
+    raised into the engine after construction. `context` is taken for compatibility and ignored.
     """
 
     def __init__(
@@ -91,8 +102,7 @@ class WorkerAdapter:
             alignment=options.alignment,
             kv_rank=kv_rank,
             client_name=options.client_name,
-            paths=data_path,
-            threads=threads,
+            data_paths=data_path,
         )
         self._cache = KvCache(options.client(), spec, interval=options.heartbeat_interval)
         self._queue = TransferQueue(self._run, threads, f"kvwire-copy-{kv_rank}")
@@ -131,17 +141,17 @@ class WorkerAdapter:
         return self._cache.chunk_size // self._block_size
 
     def register_kv_caches(self, kv_caches: Mapping[str, Any] | Sequence[Sequence[Any]]) -> None:
-        """The engine's memory: tensors by layer, block first (one group of full attention), or for each KV group
-        its matrices of bytes, one row per block. Returns after `start_wait` at the latest, with a server or without.
+        """The engine's memory; returns after `start_wait` at the latest, server or no server.
+
+        Tensors by layer, block first (one group of full attention), or for each KV group its matrices of
+        bytes, one row per block.
         """
         try:
-            if hasattr(kv_caches, "items"):
-                tensors = [
-                    each[0] if isinstance(each, (list, tuple)) else each for each in kv_caches.values()
-                ]
-                self._cache.set_tensors([tensors], self._start_wait)
+            if isinstance(kv_caches, Mapping):
+                groups = [wrap_kv_caches(kv_caches)]
             else:
-                self._cache.set_tensors([list(group) for group in kv_caches], self._start_wait)
+                groups = [list(group) for group in kv_caches]
+            self._cache.set_memory(kv_memory(groups), self._start_wait)
         except Exception:
             logger.exception("kvwire: these KV caches cannot be registered; nothing will be stored or loaded")
 
@@ -164,7 +174,8 @@ class WorkerAdapter:
     def get_finished(
         self, finished_req_ids_from_engine: Collection[str]
     ) -> tuple[set[str] | None, set[str] | None]:
-        """Requests the engine has finished whose stores are all done, each once; requests whose loads are done."""
+        """Requests the engine has finished whose stores are all done, each once; requests whose loads are
+        done."""
         with self._done:
             self._held |= set(finished_req_ids_from_engine)
             sent = {each for each in self._held if not self._open[Kind.STORE][each]}
@@ -177,7 +188,8 @@ class WorkerAdapter:
         return sent or None, received or None
 
     def failed_requests(self) -> set[str]:
-        """Of the requests that `get_finished` has reported as loaded since the last call: those that failed."""
+        """Of the requests that `get_finished` has reported as loaded since the last call: those that
+        failed."""
         with self._done:
             failed, self._failed_requests = self._failed_requests, set()
         return failed
@@ -189,7 +201,7 @@ class WorkerAdapter:
         return failed
 
     def wait_for_stores(self, request_ids: Collection[str], timeout: float) -> bool:
-        """Before the requests' blocks get another owner: whether their stores were done within `timeout` seconds.
+        """Before the requests' blocks get another owner: whether their stores were done in time.
 
         Those that were not may go on reading, but what they read is never published.
         """
@@ -254,10 +266,10 @@ class WorkerAdapter:
             )
             self._cache.check(job, is_store=kind is Kind.STORE)
         except KvwireError as error:
-            return NO_JOB, error
+            return _NO_JOB, error
         except Exception as error:
             logger.exception("kvwire: a %s of request %s could not be started", kind.value, request_id)
-            return NO_JOB, Internal(str(error))
+            return _NO_JOB, Internal(str(error))
         return job, None
 
     def _run(self, kind: Kind, transfers: list[Transfer]) -> None:
@@ -316,4 +328,7 @@ class WorkerAdapter:
     def _layout_for(self, chunk_size: int) -> KvLayout:
         if self._layout is not None:
             return layout_for(self._layout, chunk_size)
-        return plain_layout(self._cache, chunk_size, self._block_size, self._options.world_size)
+        memory = self._cache.memory
+        if memory is None:
+            raise InvalidArgument("kv_caches", "are not registered yet")
+        return layout_of(memory, [self._block_size], [0], chunk_size, self._options.world_size)
