@@ -6,6 +6,7 @@ import contextlib
 from typing import TYPE_CHECKING, Any
 
 from kvwire.cli import render
+from kvwire.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -39,3 +40,45 @@ def print_control(found: dict[str, Any]) -> None:
         ],
         title="\n",
     )
+
+
+def print_transfer(found: dict[str, Any]) -> None:
+    rows = []
+    for path, sizes in found["paths"].items():
+        if "skipped" in sizes:
+            rows.append((path, "-", "-", "-", "-", "-", "-", "-", sizes["skipped"]))
+            continue
+        for size, each in sizes.items():
+            raw = f"{each['vs_raw_socket']:.2f}" if "vs_raw_socket" in each else "-"
+            ratios = [f"{each[name]:.2f}" for name in ("store_vs_memcpy", "retrieve_vs_memcpy")]
+            speeds = [each[name] for name in ("store_gb_s", "retrieve_gb_s", "memcpy_gb_s")]
+            rows.append((path, size, *ratios, raw, *speeds, "every byte compared"))
+    columns = ("path", "#size", "#store vs memcpy", "#retrieve vs memcpy", "#vs raw socket")
+    render.print_rows((*columns, "#store GB/s", "#retrieve GB/s", "#memcpy GB/s", ""), rows)
+
+
+def plot_transfer(found: dict[str, Any], file: str) -> None:
+    """Bars of GB/s by path and size."""
+    try:
+        import matplotlib as mpl
+    except ImportError as error:
+        raise ConfigError("--plot needs matplotlib: pip install matplotlib", setting="plot") from error
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    measured = [
+        (f"{path}\n{size}", each)
+        for path, sizes in found["paths"].items()
+        if "skipped" not in sizes
+        for size, each in sizes.items()
+    ]
+    figure, axes = plt.subplots(figsize=(max(6, 1.6 * len(measured)), 4.5))
+    for offset, name in ((-0.27, "memcpy"), (0, "store"), (0.27, "retrieve")):
+        places = [place + offset for place in range(len(measured))]
+        axes.bar(places, [each[f"{name}_gb_s"] for _label, each in measured], 0.25, label=name)
+    axes.set_xticks(range(len(measured)), [label for label, _each in measured])
+    axes.set_ylabel("GB/s")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(file)
+    plt.close(figure)
