@@ -119,6 +119,7 @@ class PathRegistrar:
 
     def __init__(self, spec: CacheSpec, on_dead: Callable[[KvwireError], None]) -> None:
         self._spec = spec
+        self._stages = paths.stages(spec.data_paths)
         self._on_dead = on_dead
         self._memory: KvMemory | None = None
         self._binding: _Binding | None = None
@@ -194,7 +195,8 @@ class PathRegistrar:
     ) -> tuple[Registered, paths.OpenedPath]:
         """Register, with fewer and fewer offers until one is proven."""
         causes: dict[str, str] = {}
-        for stage in paths.stages(self._spec.data_paths):
+        refused = 0
+        for stage in self._stages:
             wanted = list(stage)
             while wanted:
                 offers = paths.offers(wanted, causes)
@@ -208,8 +210,11 @@ class PathRegistrar:
                 try:
                     return registered, paths.open_path(client, registered)
                 except FAULTS as error:
+                    refused = registered.registration_id
                     self._note_failure(registered, causes, str(error))
                     wanted.remove(registered.path)
+        if refused:
+            client.unregister_quietly(refused)
         raise DataPathUnavailable(
             "No data path works between this client and the server: "
             + ("; ".join(f"{name}: {cause}" for name, cause in causes.items()) or "none was offered")
@@ -233,10 +238,10 @@ class PathRegistrar:
 
     def _note_failure(self, registered: Registered, causes: dict[str, str], cause: str) -> None:
         name = registered.path.label
-        causes[name] = cause
+        causes[name] = cause.rstrip(".")
         if registered.path not in self._told:
             self._told.add(registered.path)
-            logger.warning("kvwire: data path %s does not work, another one is taken: %s", name, cause)
+            logger.warning("kvwire: data path %s does not work here: %s", name, cause)
 
     def _swap(self, binding: _Binding) -> None:
         with self._changed:
