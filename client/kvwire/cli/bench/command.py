@@ -86,7 +86,7 @@ def transfer(
         paths=path or tuple(bench.PATHS),
         sizes=[parsed_size(text) for text in size] or (bench.SIZES[:1] if quick else bench.SIZES),
         rounds=rounds or (2 if quick else 0),
-        warmup=1 if quick else 2,
+        warmup=1 if quick else 3,
         memory=memory,
         copy_threads=copy_threads,
     )

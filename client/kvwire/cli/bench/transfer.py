@@ -1,7 +1,8 @@
 """The data paths against memcpy: what `KvCache` stores and retrieves in shuffled blocks, checked bit by bit.
 
-Rounds are warm: fresh keys each time, in an arena whose pages have been used before. Memcpy, store and
-retrieve of the same bytes take turns, so that whatever else the machine does hits all of them.
+Rounds are warm: fresh keys each time, in an arena that is full and whose pages have been used before.
+Memcpy, store and retrieve of the same bytes take turns, so that whatever else the machine does hits all of
+them.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from kvwire.cli.bench import stats
 from kvwire.cli.bench.blocks import BLOCK_BYTES, BLOCK_TOKENS, Memory, PagedKv
 from kvwire.cli.bench.processes import BenchError, kvwire_server, work_folder
 from kvwire.cli.bench.raw_socket import raw_socket
-from kvwire.client import Client, register_kv_caches
+from kvwire.client import Client
 from kvwire.errors import ConfigError, DataPathUnavailable, MissingExtra
 
 if TYPE_CHECKING:
@@ -27,7 +28,7 @@ MIB: Final = 1 << 20
 SIZES: Final = (64 * MIB, 1024 * MIB)
 CHUNK_TOKENS: Final = 256
 CHUNK_BYTES: Final = CHUNK_TOKENS // BLOCK_TOKENS * BLOCK_BYTES
-CLEAR_S: Final = 5.0
+LET_GO_S: Final = 5.0
 PATHS: Final = {"shm": "shm", "ucx-local": "ucx", "ucx-remote": "ucx", "inline": "inline"}
 """The server's name of each path, and what the client is told. ucx-remote goes over TCP on loopback here."""
 
@@ -39,7 +40,7 @@ class Plan:
     paths: Sequence[str] = tuple(PATHS)
     sizes: Sequence[int] = SIZES
     rounds: int = 0
-    warmup: int = 2
+    warmup: int = 3
     memory: Memory = "auto"
     copy_threads: int = 1
 
@@ -119,11 +120,10 @@ def _layout() -> dict[str, Any]:
 def _measure(plan: Plan, path: str, size: int, title: str, progress: Callable[[str], None]) -> dict[str, Any]:
     progress(f"{title}: starting a server")
     kv = PagedKv(size // BLOCK_BYTES, plan.memory)
-    arena = units.exact_size(size + 2 * CHUNK_BYTES)
-    flags = ["--l1-size", arena, "--chunk-size", str(CHUNK_TOKENS), "--data-paths", path]
+    arena = units.exact_size(size + CHUNK_BYTES)
+    flags = ["--l1-size", arena, "--watermark", "1", "--chunk-size", str(CHUNK_TOKENS), "--data-paths", path]
     with work_folder() as folder, kvwire_server(folder, flags) as server, Client(server) as client:
-        cache = register_kv_caches(
-            client,
+        cache = client.register_kv_caches(
             kv.layers,
             model="bench",
             block_size=BLOCK_TOKENS,
@@ -147,7 +147,7 @@ def _rounds(
             memcpy = kv.load()
             store, retrieve = _store_and_retrieve(kv, cache)
             raw = send(kv.reference.reshape(-1).data) if cache.data_path == "ucx-remote" else None
-            _clear(client)
+            _let_go(client)
             if number < 1:
                 continue
             rounds.memcpy.append(memcpy)
@@ -182,10 +182,13 @@ def _store_and_retrieve(kv: PagedKv, cache: KvCache) -> tuple[float, float]:
     return store, retrieve
 
 
-def _clear(client: Client) -> None:
-    """Room for the next round. Sessions end without being waited for, so the first try may keep some."""
-    deadline = time.monotonic() + CLEAR_S
-    while client.clear().kept_chunks:
+def _let_go(client: Client) -> None:
+    """Wait until nothing is leased: the next store evicts this round's chunks, as in any full cache."""
+    deadline = time.monotonic() + LET_GO_S
+    while True:
+        leases = client.status().leases
+        if not leases.lookup + leases.read + leases.write:
+            return
         if time.monotonic() > deadline:
-            raise BenchError("The server keeps chunks that nobody uses.")
+            raise BenchError("The server keeps leases that nobody uses.")
         time.sleep(0.01)
