@@ -75,7 +75,9 @@ def held_by_a_stranger(name: str) -> bool:
     """Another test run on this machine comes and goes meanwhile: what only its processes map is not ours."""
     me = psutil.Process()
     family = {me.pid} | {child.pid for child in me.children(recursive=True)}
-    holders = {pid for pid in psutil.pids() if maps(pid, f"{SHM}/{name}")}
+    # A lock file is not mapped itself: it belongs to the arena whose name it begins with.
+    arena = name.partition(".")[0]
+    holders = {pid for pid in psutil.pids() if maps(pid, f"{SHM}/{arena}")}
     return bool(holders) and not holders & family
 
 

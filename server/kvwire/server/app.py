@@ -48,6 +48,9 @@ class CacheServer:
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
+        # What may be refused comes before memory is taken.
+        self._credentials = listen.server_credentials(config)
+        self._token = listen.bearer_token(config)
         self.core = _make_core(config, self._on_task_death)
         self._health = health.aio.HealthServicer()
         self._rpcs = RpcMetrics()
@@ -75,8 +78,8 @@ class CacheServer:
         core = self.core
         core.guard.drain()
         core.stopping.set()
+        core.events.close()
         await self._set_health(serving=False)
-        await asyncio.sleep(0)
         await core.guard.drained(self.config.drain if grace is None else grace)
         core.clients.leave_all()
         await self._grpc.stop(0.2)
@@ -92,9 +95,8 @@ class CacheServer:
         addresses = [listen.parse_address(text) for text in self.config.listen]
         for address in addresses:
             listen.check_exposure(address, self.config)
-        credentials = listen.server_credentials(self.config)
         for address in addresses:
-            bound = listen.bind(self._grpc, address, credentials)
+            bound = listen.bind(self._grpc, address, self._credentials)
             self.core.addresses = (*self.core.addresses, bound.target)
         await self._grpc.start()
 
@@ -104,9 +106,8 @@ class CacheServer:
         active = tracing.active()
         if active is not None:
             interceptors += active.server_interceptors()
-        if config.token_file:
-            token = listen.read_file(config.token_file, "token_file").strip()
-            interceptors.append(BearerAuth(token))
+        if self._token:
+            interceptors.append(BearerAuth(self._token))
         server = grpc.aio.server(interceptors=interceptors, options=_options(config))
         core.guard.add(server, cache_service_pb2_grpc.add_CacheServiceServicer_to_server, CacheService(core))
         core.guard.add(server, admin_service_pb2_grpc.add_AdminServiceServicer_to_server, AdminService(core))

@@ -8,6 +8,7 @@ from kvwire.cli.settings import setting
 from kvwire.errors import ConfigError
 
 MIB = 1 << 20
+MAX_CHUNK_TOKENS = 1 << 30
 DATA_PATHS = ("shm", "ucx-local", "ucx-remote", "inline")
 
 
@@ -71,6 +72,11 @@ class ServerConfig:
     def __post_init__(self) -> None:
         _check(bool(self.listen), "listen", "name at least one address")
         _check(self.l1_size >= MIB, "l1_size", "must be at least 1MiB")
+        _check(
+            1 <= self.chunk_size <= self.max_chunk_size <= MAX_CHUNK_TOKENS,
+            "chunk_size",
+            f"must be from 1 to --max-chunk-size, and that at most {MAX_CHUNK_TOKENS}",
+        )
         _check(0 < self.watermark <= 1, "watermark", "must be above 0 and at most 1")
         _check(self.arena in ("shm", "private"), "arena", "must be shm or private")
         unknown = sorted(set(self.data_paths) - set(DATA_PATHS))
@@ -80,6 +86,7 @@ class ServerConfig:
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and tls_cert belong together")
         _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
         _check(0 <= self.trace_ratio <= 1, "trace_ratio", "must be from 0 to 1")
+        _check(self.drain >= 0, "drain", "must not be negative")
         for name in (
             "lookup_lease",
             "read_lease",

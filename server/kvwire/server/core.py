@@ -75,7 +75,11 @@ class Core:
 
     def sweep(self) -> None:
         """End what has run out, free what dead owners held, keep memory below the watermark."""
-        expired = self.engine.expire(self.now())
+        now = self.now()
+        for registration_id in self.clients.attached():
+            # gRPC's own keepalive ends the stream of a client that hangs: an open one is a sign of life.
+            self.engine.ping(registration_id, now)
+        expired = self.engine.expire(now)
         for registration_id in expired.registration_ids:
             self.left(registration_id)
         self.settle()
@@ -126,6 +130,9 @@ class Clients:
 
     def get(self, registration_id: int) -> Client | None:
         return self._clients.get(registration_id)
+
+    def attached(self) -> list[int]:
+        return [registration_id for registration_id, client in self._clients.items() if client.attached]
 
     def leave_all(self) -> None:
         for registration_id in list(self._clients):

@@ -42,6 +42,7 @@ class EventLog:
         self._events: deque[LoggedEvent] = deque(maxlen=capacity)
         self._sequence = 0
         self._news = asyncio.Event()
+        self._closed = False
 
     @property
     def sequence(self) -> int:
@@ -72,10 +73,21 @@ class EventLog:
         page = tuple(self._events[index] for index in range(start, min(start + limit, held)))
         return EventPage(page, page[-1].sequence if page else self._sequence, lost)
 
+    def close(self) -> None:
+        """End its readers."""
+        self._closed = True
+        self._news.set()
+
     async def follow(self, sequence: int, idle: float, limit: int = 1000) -> AsyncIterator[EventPage]:
-        """Pages from after `sequence` on, for ever; an empty page after `idle` seconds without news."""
-        position = sequence
-        while True:
+        """Pages from after `sequence` on, until `close`.
+
+        The first comes at once, so that a reader knows where it stands; an empty one after `idle` seconds
+        without news.
+        """
+        page = self.after(sequence, limit)
+        position = page.sequence
+        yield page
+        while not self._closed:
             page = self.after(position, limit)
             if page.events or page.lost:
                 position = page.sequence

@@ -96,15 +96,12 @@ class Guard:
             try:
                 self._admit(method, limited)
                 return await behaviour(request, context)
-            except KvwireError as error:
-                code = error.code
-                await self._abort(context, error)
-            except asyncio.CancelledError:
-                code = "CANCELLED"
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets a status
-                code = "INTERNAL"
-                await self._abort(context, _internal(method, error))
+            except BaseException as error:
+                failure = _failure(method, error)
+                code = failure.code if failure else "CANCELLED"
+                if failure is None:
+                    raise
+                await context.abort_with_status(rpc_status(failure))
             finally:
                 self._left(limited)
                 if self.observe is not None:
@@ -121,17 +118,15 @@ class Guard:
             self.in_flight += limited
             try:
                 self._admit(method, limited)
-                async for reply in behaviour(request, context):
-                    yield reply
-            except KvwireError as error:
-                code = error.code
-                await self._abort(context, error)
-            except (asyncio.CancelledError, GeneratorExit):
-                code = "CANCELLED"
-                raise
-            except Exception as error:  # noqa: BLE001 - whatever it is, the caller gets a status
-                code = "INTERNAL"
-                await self._abort(context, _internal(method, error))
+                async with contextlib.aclosing(behaviour(request, context)) as replies:
+                    async for reply in replies:
+                        yield reply
+            except BaseException as error:
+                failure = _failure(method, error)
+                code = failure.code if failure else "CANCELLED"
+                if failure is None:
+                    raise
+                await context.abort_with_status(rpc_status(failure))
             finally:
                 self._left(limited)
                 if self.observe is not None:
@@ -154,9 +149,6 @@ class Guard:
                 in_flight=self.in_flight,
                 allowed=self.max_in_flight,
             )
-
-    async def _abort(self, context: grpc.aio.ServicerContext[Any, Any], error: KvwireError) -> None:
-        await context.abort_with_status(rpc_status(error))
 
 
 def _parsing(behaviour: Handler, handler: grpc.RpcMethodHandler[Any, Any]) -> Handler:
@@ -203,10 +195,11 @@ class BearerAuth(grpc.aio.ServerInterceptor):
             "The bearer token is missing or wrong: give the client the server's --token-file."
         )
 
-        async def refuse(_request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
+        async def refuse(_requests: Any, context: grpc.aio.ServicerContext[Any, Any]) -> None:
             await context.abort_with_status(rpc_status(error))
 
-        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.unary_unary_rpc_method_handler(refuse)
+        # It fits every kind of call, and does not wait for a request.
+        self._refuse: grpc.RpcMethodHandler[Any, Any] = grpc.stream_stream_rpc_method_handler(refuse)
 
     async def intercept_service(
         self,
@@ -227,6 +220,16 @@ class BearerAuth(grpc.aio.ServerInterceptor):
         return False
 
 
-def _internal(method: str, error: Exception) -> Internal:
-    log.error("%s failed: %s", method, error, exc_info=error)
+def _failure(method: str, error: BaseException) -> KvwireError | None:
+    """What the caller is told of an error; None when nobody listens any more and it must go on its way."""
+    if isinstance(error, KvwireError):
+        return error
+    if isinstance(error, asyncio.CancelledError):
+        task = asyncio.current_task()
+        # A handler may also meet the cancellation of something that it waited for: its caller still listens.
+        if task is None or task.cancelling():
+            return None
+    elif not isinstance(error, Exception):
+        return None
+    log.error("%s failed: %r", method, error, exc_info=error)
     return Internal(f"{method} failed inside the server; its log tells more.")

@@ -6,6 +6,7 @@ import contextlib
 import ipaddress
 import os
 import socket
+import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
@@ -132,12 +133,26 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     """TLS or mTLS credentials, or None without --tls-cert. Raises ConfigError for unreadable files."""
     if not config.tls_cert:
         return None
+    _check_pair(config)
     ca = read_file(config.tls_client_ca, "tls_client_ca") if config.tls_client_ca else None
     return grpc.ssl_server_credentials(
         [(read_file(config.tls_key, "tls_key"), read_file(config.tls_cert, "tls_cert"))],
         root_certificates=ca,
         require_client_auth=ca is not None,
     )
+
+
+def bearer_token(config: ServerConfig) -> bytes:
+    """What clients must send, empty without --token-file. Raises ConfigError."""
+    if not config.token_file:
+        return b""
+    token = read_file(config.token_file, "token_file").strip()
+    if not token or not token.isascii() or any(byte < 33 for byte in token):
+        raise ConfigError(
+            f"--token-file {config.token_file}: write one token of ASCII characters without spaces.",
+            setting="token_file",
+        )
+    return token
 
 
 def read_file(path: str, name: str) -> bytes:
@@ -148,6 +163,25 @@ def read_file(path: str, name: str) -> bytes:
         raise ConfigError(f"{flag} {path}: {error.strerror}.", setting=name) from error
 
 
+def _check_pair(config: ServerConfig) -> None:
+    """gRPC itself would take anything here, and later say that it cannot bind."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key, password=_no_password)
+        if config.tls_client_ca:
+            context.load_verify_locations(config.tls_client_ca)
+    except (OSError, ValueError) as error:
+        files = ", ".join(filter(None, (config.tls_cert, config.tls_key, config.tls_client_ca)))
+        raise ConfigError(
+            f"--tls-cert, --tls-key, --tls-client-ca: {files} cannot be used together: {error}.",
+            setting="tls_cert",
+        ) from error
+
+
+def _no_password() -> str:
+    raise ValueError("the key has a password, which nobody can type here")
+
+
 def _add_port(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCredentials | None) -> int:
     try:
         if credentials is None:
@@ -155,7 +189,8 @@ def _add_port(server: grpc.aio.Server, address: Address, credentials: grpc.Serve
         return server.add_secure_port(address.target, credentials)
     except RuntimeError as error:
         raise ConfigError(
-            f"--listen {address.target}: the address is in use or not on this host.", setting="listen"
+            f"--listen {address.target}: the address is in use, not on this host, or not allowed.",
+            setting="listen",
         ) from error
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvwire.errors import DataPathUnavailable, InvalidArgument, NotRegistered
+from kvwire.errors import DataPathUnavailable, Draining, InvalidArgument, NotRegistered
 from kvwire.keys import Namespace, root
 from kvwire.server import convert
 from kvwire.server.limits import check_batch
@@ -100,16 +100,18 @@ class Streams:
             yield cache.SubscribeKvEventsResponse(
                 header=core.header, sequence=page.sequence, lost=page.lost, events=events
             )
+        raise Draining("The server is shutting down: subscribe again when it is back.")
 
     async def _until_news(self, gone: asyncio.Event) -> bool:
         """Wait until the registration is gone (True) or the server begins to stop (False)."""
-        waiting = [asyncio.ensure_future(event.wait()) for event in (gone, self._core.stopping)]
+        stopping = self._core.stopping
+        waiting = [asyncio.ensure_future(event.wait()) for event in (gone, stopping)]
         try:
             await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for each in waiting:
                 each.cancel()
-        return gone.is_set()
+        return not stopping.is_set()
 
     def _inline(self) -> InlinePath:
         path = self._core.plane.paths.get("inline")
