@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 from kvwire import telemetry
 from kvwire.client import split
 from kvwire.client.types import Path
-from kvwire.errors import TransferFailed, Unavailable
+from kvwire.errors import TransferFailed
 from kvwire.transfer.base import Slot, SlotResult, Ticket
 
 if TYPE_CHECKING:
@@ -143,8 +143,9 @@ class Lane:
         return telemetry.data_plane_span(self.path.name, direction, size, ticket.lease_id, parent=task.trace)
 
 
-def cancelled() -> Unavailable:
-    return Unavailable("The job was withdrawn before it was done.")
+def cancelled() -> TransferFailed:
+    """Nobody's fault: it casts no doubt on the server."""
+    return TransferFailed("The job was withdrawn before it was done.", cause="withdrawn")
 
 
 def to_ticket(message: transfer_pb2.Ticket) -> Ticket:
