@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from kvwire.server.dataplane import DataPlane
 from kvwire.server.dataplane.inline import InlinePath
 from kvwire.server.dataplane.shm import ShmPath
+from kvwire.transfer import net
 from kvwire.transfer.shm import SharedArena
+from kvwire.transfer.ucx_options import UcxOptions
 
 if TYPE_CHECKING:
     from kvwire.server.config import ServerConfig
     from kvwire.server.dataplane import ServerPath
     from kvwire.transfer.arena import GrowingArena
-
-UCX_PATHS = ("ucx-local", "ucx-remote")
 
 
 def make_plane(config: ServerConfig, arena: GrowingArena, host_id: str) -> DataPlane:
@@ -37,4 +37,13 @@ def _make(name: str, config: ServerConfig, arena: GrowingArena, host_id: str) ->
         return ShmPath(arena, host_id) if isinstance(arena, SharedArena) else "the arena is private (--arena)"
     if find_spec("ucxx") is None:
         return "ucxx is not installed: pip install 'kvwire[ucx-cu12]'"
-    return "not yet"
+    from kvwire.server.dataplane.ucx import UcxPath
+
+    return UcxPath(_ucx_options(name, config), arena, host_id)
+
+
+def _ucx_options(name: str, config: ServerConfig) -> UcxOptions:
+    devices = tuple(part.strip() for part in config.ucx_net_devices.split(",") if part.strip())
+    net.check_devices(devices, "--ucx-net-devices")
+    kind: Literal["local", "remote"] = "local" if name == "ucx-local" else "remote"
+    return UcxOptions(kind=kind, role="server", devices=devices, setting="--ucx-net-devices")

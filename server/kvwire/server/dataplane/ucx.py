@@ -1,0 +1,155 @@
+"""UCX: tagged messages straight into and out of the leased slots. The engine starts with the first client."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, Final
+
+from kvwire.errors import KvwireError, TransferFailed, TransferTimeout
+from kvwire.server.dataplane.base import Admission, Opened, Received, UcxGrant
+from kvwire.transfer import tags
+from kvwire.transfer.server_ucx import UcxServerPlane
+from kvwire.transfer.ucx import UcxEngine
+from kvwire.transfer.ucx_path import DEFAULT_PIECE_BYTES
+from kvwire.transfer.ucx_probe import PROBE_BYTES, ProbeServer
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from concurrent.futures import Future
+
+    from kvwire.server.dataplane.base import PathOffer, SlotMemory
+    from kvwire.transfer.arena import Arena
+    from kvwire.transfer.base import ByteArray
+    from kvwire.transfer.ucx import Peer
+    from kvwire.transfer.ucx_options import UcxOptions
+
+REASONS: Final = {
+    "local": "messages between processes of one host",
+    "remote": "messages between hosts",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Client:
+    peer: Peer
+    probe: ProbeServer
+
+
+class UcxPath:
+    """One kind of UCX path. Only this server's own thread ever writes into its slots.
+
+    So a slot is free for others as soon as no operation on it is left here, whatever the client does.
+    """
+
+    def __init__(self, options: UcxOptions, arena: Arena, host_id: str) -> None:
+        self._options = options
+        self._arena = arena
+        self._host_id = host_id
+        self._starting = asyncio.Lock()
+        self._plane: UcxServerPlane | None = None
+        self._clients: dict[int, _Client] = {}
+        self._probes = count(1)
+
+    @property
+    def name(self) -> str:
+        return f"ucx-{self._options.kind}"
+
+    async def admit(self, offer: PathOffer) -> Admission | str:
+        if self._options.kind == "local" and offer.host_id != self._host_id:
+            return "the client is on another host"
+        if not offer.address:
+            return "the offer has no UCX address"
+        try:
+            plane = await self._started()
+            peer = await asyncio.to_thread(plane.engine.connect, offer.address, "client")
+        except KvwireError as error:
+            return str(error)
+        tag = tags.encode(tags.Kind.PROBE, next(self._probes))
+        client = _Client(peer, ProbeServer(plane.engine, peer, tag))
+        grant = UcxGrant(plane.engine.address, tag, PROBE_BYTES)
+        return Admission(self.name, REASONS[self._options.kind], grant, client)
+
+    def bind(self, registration_id: int, admission: Admission) -> None:
+        if isinstance(admission.token, _Client):
+            self._clients[registration_id] = admission.token
+
+    def withdraw(self, admission: Admission) -> None:
+        if isinstance(admission.token, _Client):
+            _let_go(admission.token)
+
+    def leave(self, registration_id: int) -> None:
+        client = self._clients.pop(registration_id, None)
+        if client is not None:
+            _let_go(client)
+
+    def open_store(self, registration_id: int, lease_id: int, slots: Sequence[SlotMemory]) -> Opened:
+        plane, peer = self._of(registration_id)
+        found = plane.expect_store(peer, lease_id, self._memory(slots), DEFAULT_PIECE_BYTES)
+        return Opened(DEFAULT_PIECE_BYTES, found.first_tags)
+
+    def open_retrieve(self, registration_id: int, lease_id: int, slots: Sequence[SlotMemory]) -> Opened:
+        plane, peer = self._of(registration_id)
+        found = plane.send_retrieve(peer, lease_id, self._memory(slots), DEFAULT_PIECE_BYTES)
+        return Opened(DEFAULT_PIECE_BYTES, found.first_tags)
+
+    async def received(self, lease_id: int, slots: Sequence[int], seconds: float) -> Received:
+        opened = self._plane.opened(lease_id) if self._plane else None
+        if opened is None:
+            return Received()
+        waiting = {slot: asyncio.wrap_future(opened.slots[slot]) for slot in slots}
+        for arrival in waiting.values():
+            arrival.add_done_callback(_note)
+        if waiting:
+            await asyncio.wait(waiting.values(), timeout=seconds)
+        failed = {slot: self._failure(arrival, seconds) for slot, arrival in waiting.items()}
+        return Received({slot: error for slot, error in failed.items() if error is not None})
+
+    async def cancel(self, lease_id: int) -> None:
+        if self._plane is not None:
+            done: Future[None] = self._plane.cancel(lease_id)
+            await asyncio.wrap_future(done)
+
+    async def close(self) -> None:
+        for registration_id in list(self._clients):
+            self.leave(registration_id)
+        if self._plane is not None:
+            await asyncio.to_thread(self._plane.engine.close, 2.0)
+
+    async def _started(self) -> UcxServerPlane:
+        async with self._starting:
+            if self._plane is None:
+                self._plane = UcxServerPlane(await asyncio.to_thread(UcxEngine, self._options))
+            return self._plane
+
+    def _of(self, registration_id: int) -> tuple[UcxServerPlane, Peer]:
+        client = self._clients.get(registration_id)
+        if client is None or self._plane is None:
+            raise TransferFailed("The client has no UCX connection any more.", path=self.name, cause="gone")
+        return self._plane, client.peer
+
+    def _memory(self, slots: Sequence[SlotMemory]) -> list[ByteArray]:
+        return [self._arena.array(slot.offset, slot.size) for slot in slots]
+
+    def _failure(self, arrival: asyncio.Future[None], seconds: float) -> KvwireError | None:
+        if not arrival.done():
+            # Only this wait is over: the transfer itself ends when its lease is cancelled.
+            return TransferTimeout(
+                f"The bytes did not arrive within {seconds:.1f} s.", path=self.name, seconds=f"{seconds:.1f}"
+            )
+        error = arrival.exception()
+        if error is None or isinstance(error, KvwireError):
+            return error
+        return TransferFailed(f"The transfer failed: {error}.", path=self.name, cause=type(error).__name__)
+
+
+def _note(arrival: asyncio.Future[None]) -> None:
+    """Its error may come after everyone has stopped waiting."""
+    if not arrival.cancelled():
+        arrival.exception()
+
+
+def _let_go(client: _Client) -> None:
+    client.probe.cancel()
+    client.peer.close()
