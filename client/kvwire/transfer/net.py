@@ -49,7 +49,7 @@ def rdma_devices() -> list[str]:
 
 
 def advertisable_devices() -> list[str]:
-    """What a worker for remote peers offers by default: never loopback, never a bridge between local containers."""
+    """What a worker for remote peers offers by default: never loopback, never a local bridge."""
     return [*rdma_devices(), *(each.name for each in list_interfaces() if each.is_advertisable)]
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger("kvwire.ucx")
 _QUIET: Final = {"UCX_WARN_UNUSED_ENV_VARS": "n", "UCX_ERROR_SIGNALS": "", "UCX_MEMTYPE_CACHE": "n"}
 _STOP: Final = 0
 _LEVELS: Final = (logging.WARNING, logging.WARNING, logging.INFO)
-"""Python's levels for UCX's first ones (fatal, error, warn): what matters of them reaches the caller as an error."""
+"""Python's levels for UCX's fatal, error, warn. What matters of them also reaches the caller as an error."""
 
 _LogHandler = ctypes.CFUNCTYPE(
     ctypes.c_int,
@@ -91,7 +91,7 @@ def load() -> Library:
 
 @contextlib.contextmanager
 def _quiet_environment() -> Iterator[None]:
-    """ucxx also leaves settings of its own in the environment, for every UCX user of the process and its children."""
+    """ucxx leaves settings of its own in the environment, which other users of UCX would get too."""
     before = dict(os.environ)
     for name, value in _QUIET.items():
         os.environ.setdefault(name, value)

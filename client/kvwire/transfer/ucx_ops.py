@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,10 +19,24 @@ class UcxOp:
     The buffer is kept alive until UCX is done with it, whatever happens to the future.
     """
 
-    __slots__ = ("_engine", "array", "buffer", "cancelled", "future", "give_up_at", "peer", "request", "tag")
+    __slots__ = (
+        "_engine",
+        "array",
+        "buffer",
+        "cancelled",
+        "future",
+        "give_up_at",
+        "is_send",
+        "peer",
+        "request",
+        "tag",
+    )
 
-    def __init__(self, engine: UcxEngine, tag: int, buffer: Any, array: Any, peer: Peer | None) -> None:
+    def __init__(
+        self, engine: UcxEngine, tag: int, buffer: Any, array: Any, peer: Peer | None, *, is_send: bool
+    ) -> None:
         self._engine = engine
+        self.is_send: Final = is_send
         self.tag: Final = tag
         self.buffer: Any = buffer
         self.array: Any = array
@@ -42,6 +57,11 @@ class UcxOp:
         has begun: they end when the other side has taken or dropped the message, or with the peer.
         """
         self._engine.cancel(self)
+
+    def give_up_within(self, seconds: float) -> None:
+        """On the engine's thread: fail it then, if UCX has not ended it by itself."""
+        at = time.monotonic() + seconds
+        self.give_up_at = at if self.give_up_at is None else min(at, self.give_up_at)
 
     def finish(self, error: KvwireError | None) -> None:
         """Resolve the future, once."""
@@ -65,7 +85,7 @@ class Peer:
         """Why nothing can be moved to or from this peer any more. Empty while it can."""
 
     def send(self, tag: int, buffer: Any) -> UcxOp:
-        """Send a contiguous buffer. Done when the peer has taken all of it."""
+        """Send a contiguous buffer. A large one is done when the peer has taken all of it."""
         return self._engine.send(self, tag, buffer)
 
     def close(self) -> None:

@@ -1,0 +1,124 @@
+"""The server's end of the UCX paths: messages go straight into and out of the leased slots of the arena."""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from typing import TYPE_CHECKING, Any, Final
+
+from kvwire.errors import KvwireError
+from kvwire.transfer import tags
+from kvwire.transfer.base import pieces
+from kvwire.transfer.tags import Kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from kvwire.transfer.base import ByteArray
+    from kvwire.transfer.ucx import Peer, UcxEngine, UcxOp
+
+
+class Opened:
+    """The transfers of one lease. `slots` has a future per slot, resolved on the engine's thread."""
+
+    def __init__(
+        self, first_tags: tuple[int, ...], slots: tuple[Future[None], ...], ops: list[UcxOp]
+    ) -> None:
+        self.first_tags: Final = first_tags
+        self.slots: Final = slots
+        self.ops: Final = ops
+
+
+class UcxServerPlane:
+    """One engine's leases. Methods may be called on an event loop: none of them waits."""
+
+    def __init__(self, engine: UcxEngine) -> None:
+        self.engine: Final = engine
+        self._leases: dict[int, Opened] = {}
+
+    def expect_store(self, peer: Peer, lease_id: int, slots: Sequence[ByteArray], piece_bytes: int) -> Opened:
+        """Receive a write lease into `slots`, its places in the arena. Before the client is told of it."""
+        return self._open(
+            Kind.STORE, lease_id, slots, piece_bytes, lambda tag, part: self.engine.recv(tag, part, peer)
+        )
+
+    def send_retrieve(
+        self, peer: Peer, lease_id: int, slots: Sequence[ByteArray], piece_bytes: int
+    ) -> Opened:
+        """Send a read lease out of the arena. The client takes the messages in the order of its ticket."""
+        return self._open(Kind.RETRIEVE, lease_id, slots, piece_bytes, peer.send)
+
+    def opened(self, lease_id: int) -> Opened | None:
+        return self._leases.get(lease_id)
+
+    def forget(self, lease_id: int) -> None:
+        """The lease has ended and all its slots are done."""
+        self._leases.pop(lease_id, None)
+
+    def cancel(self, lease_id: int) -> Future[None]:
+        """End a lease's transfers. The future is resolved when nothing touches its slots any more.
+
+        That is at once for what has not begun, and soon for what has. It may be never for a peer of this host
+        that is alive and does not go on: its slots stay taken until `peer.mark_gone` or `peer.close`.
+        """
+        done: Future[None] = Future()
+        lease = self._leases.pop(lease_id, None)
+        if lease is None or all(op.future.done() for op in lease.ops):
+            done.set_result(None)
+            return done
+        self.engine.discard(lease.ops[0].tag)
+        _when_all([op.future for op in lease.ops], lambda _: done.set_result(None))
+        for op in lease.ops:
+            op.cancel()
+        return done
+
+    def _open(
+        self,
+        kind: Kind,
+        lease_id: int,
+        slots: Sequence[ByteArray],
+        piece_bytes: int,
+        start: Callable[[int, Any], UcxOp],
+    ) -> Opened:
+        first = tags.first_tags(kind, lease_id, [slot.size for slot in slots], piece_bytes)
+        ops: list[UcxOp] = []
+        futures: list[Future[None]] = []
+        for tag, slot in zip(first, slots, strict=True):
+            bounds = pieces(slot.size, piece_bytes)
+            mine = [start(tag + i, slot[begin:end]) for i, (begin, end) in enumerate(bounds)]
+            futures.append(_first_error([op.future for op in mine]))
+            ops += mine
+        self._leases[lease_id] = opened = Opened(first, tuple(futures), ops)
+        return opened
+
+
+def _first_error(futures: list[Future[None]]) -> Future[None]:
+    """Resolved when all are, with the error of the first in order that has failed."""
+    whole: Future[None] = Future()
+
+    def resolve(errors: list[KvwireError]) -> None:
+        if errors:
+            whole.set_exception(errors[0])
+        else:
+            whole.set_result(None)
+
+    _when_all(futures, resolve)
+    return whole
+
+
+def _when_all(futures: list[Future[None]], then: Callable[[list[KvwireError]], None]) -> None:
+    """Call `then` once, when all have ended."""
+    left = len(futures)
+    lock = threading.Lock()  # those that have ended already count here, the others on the engine's thread
+
+    def one_done(_: Future[None]) -> None:
+        nonlocal left
+        with lock:
+            left -= 1
+            last = left == 0
+        if last:
+            failures = [each.exception() for each in futures]
+            then([error for error in failures if isinstance(error, KvwireError)])
+
+    for each in futures:
+        each.add_done_callback(one_done)

@@ -1,0 +1,75 @@
+"""How a UCX engine is set up, for peers on this host and on others.
+
+Measured, on two cores, one way, as a share of memcpy: local 0.8 from a client (out of huge pages) and 0.6 to
+it; TCP on loopback faster than a plain socket. What made the difference:
+
+- Peer error handling takes CMA away, so it is off between processes of one host.
+- The receiver chooses how a large message moves. A server reads out of the client's staging memory, which
+lies in
+  huge pages. A client would have to read out of the arena, page by page of 4 KiB: there the server writes
+  instead.
+- TCP needs large segments and the "put" scheme.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal, TypeAlias
+
+from kvwire.errors import DataPathUnavailable
+from kvwire.transfer import net
+
+Kind: TypeAlias = Literal["local", "remote"]
+Role: TypeAlias = Literal["client", "server"]
+
+_TCP: Final = {
+    "TLS": "^sm",
+    "TCP_PUT_ENABLE": "y",
+    "RNDV_SCHEME": "put_zcopy",
+    "TCP_TX_SEG_SIZE": "512k",
+    "TCP_RX_SEG_SIZE": "512k",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class UcxOptions:
+    """`devices` are UCX device names for remote peers; empty means all that other hosts can reach.
+
+    `extra` holds further UCX settings without the prefix `UCX_`; they win over the built-in ones. Variables
+    UCX_* of the environment apply where neither says something.
+    """
+
+    kind: Kind
+    role: Role = "client"
+    devices: tuple[str, ...] = ()
+    extra: tuple[tuple[str, str], ...] = ()
+    setting: str = "--ucx-devices"
+
+    @property
+    def handles_peer_errors(self) -> bool:
+        return self.kind == "remote"
+
+    def ucx_config(self, *, with_cma: bool) -> dict[str, str]:
+        """The settings of the context. Raises ConfigError for a device that does not exist."""
+        common = {"MAX_RNDV_RAILS": "1"}
+        if self.kind == "local":
+            config = {
+                "TLS": "posix,sysv,cma,self" if with_cma else "posix,sysv,self",
+                "RNDV_SCHEME": "put_zcopy" if self.role == "client" else "get_zcopy",
+            }
+        else:
+            config = _TCP | {"NET_DEVICES": ",".join(self._devices())}
+        return common | config | dict(self.extra)
+
+    def _devices(self) -> list[str]:
+        if self.devices:
+            net.check_devices(self.devices, self.setting)
+            return list(self.devices)
+        found = net.advertisable_devices()
+        if not found:
+            raise DataPathUnavailable(
+                f"No network device of this host can be reached from others; name one with {self.setting}.",
+                path="ucx-remote",
+                setting=self.setting,
+            )
+        return found

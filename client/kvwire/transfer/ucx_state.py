@@ -1,0 +1,327 @@
+"""What the engine's thread knows: endpoints, receives that wait for a message, operations under way."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict, deque
+from typing import TYPE_CHECKING, Any, Final
+
+import numpy as np
+
+from kvwire.errors import DataPathUnavailable, KvwireError, TransferFailed
+from kvwire.transfer import forked, tags
+from kvwire.transfer.ucx_ops import Peer, UcxOp, lost_peer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from concurrent.futures import Future
+
+    from kvwire.transfer.ucx_library import Library
+    from kvwire.transfer.ucx_options import UcxOptions
+
+GONE_GRACE_SECONDS: Final = 1.0
+"""How long an operation may outlive its peer: time enough to take in all that the peer had sent."""
+MAX_SENDS: Final = 16
+"""Messages under way to one peer. More could fill its queue, which cannot be flushed when it dies."""
+MAX_DISCARDS: Final = 4096
+SWEEP_SECONDS: Final = 0.05
+
+
+class UcxState:
+    """Used by the engine's thread only."""
+
+    def __init__(self, library: Library, options: UcxOptions) -> None:
+        self._lib = library
+        self._options = options
+        self._errors = (library.api.UCXError, RuntimeError, OSError, ValueError, MemoryError)
+        self.worker: Any = None
+        self._context: Any = None
+        self._endpoints: dict[Peer, Any] = {}
+        self._wanted: defaultdict[int, dict[int, UcxOp]] = defaultdict(dict)
+        self._active: list[UcxOp] = []
+        self._queued: defaultdict[Peer, deque[UcxOp]] = defaultdict(deque)
+        self._sending: defaultdict[Peer, int] = defaultdict(int)
+        self._orphans: list[UcxOp] = []
+        self._drops: list[Any] = []
+        self._ended: list[Peer] = []
+        self._discards: dict[int, None] = {}
+        self._sweep_at: float | None = None
+        self._stopping = False
+        self._scratch = library.array(np.empty(1, dtype=np.uint8))
+        self._one_lease = library.api.UCXXTagMask(tags.LEASE_MASK)
+        self._any = library.api.UCXXTagMask(0)
+        self._exact = library.api.UCXXTagMaskFull
+
+    def open(self) -> bytes:
+        """Make context and worker; returns the worker's address. Raises DataPathUnavailable."""
+        api = self._lib.api
+        config = self._options.ucx_config(with_cma=self._lib.survives_copy_errors)
+        try:
+            self._context = api.UCXContext(config, (api.Feature.TAG, api.Feature.WAKEUP))
+            self.worker = api.UCXWorker(self._context)
+            self.worker.init_blocking_progress_mode()
+            address = bytes(memoryview(self.worker.address))
+        except self._errors as error:
+            raise unavailable(f"UCX cannot start: {error}") from error
+        kept, endpoints = [self.worker, self._context], self._endpoints
+        forked.never_destroy_in_children(self, lambda: [*kept, *endpoints.values()])
+        return address
+
+    def connect(self, peer: Peer, address: bytes, found: Future[Peer]) -> None:
+        api, watches = self._lib.api, self._options.handles_peer_errors
+        if self._stopping:
+            found.set_exception(unavailable("the engine is closed"))
+            return
+        try:
+            remote = api.UCXAddress.create_from_buffer(address)
+            endpoint = api.UCXEndpoint.create_from_worker_address(self.worker, remote, watches)
+            if watches:
+                endpoint.set_close_callback(self._ended.append, cb_args=(peer,))
+        except self._errors as error:
+            found.set_exception(unavailable(f"the peer cannot be reached: {error}"))
+            return
+        self._endpoints[peer] = endpoint
+        found.set_result(peer)
+
+    def send(self, op: UcxOp, peer: Peer) -> None:
+        if peer.lost or peer not in self._endpoints:
+            op.finish(lost_peer(peer))
+        elif self._sending[peer] >= MAX_SENDS:
+            self._queued[peer].append(op)
+        else:
+            endpoint = self._endpoints[peer]
+            if self._post(op, lambda: endpoint.tag_send(op.array, self._lib.api.UCXXTag(op.tag))):
+                self._sending[peer] += 1
+
+    def expect(self, op: UcxOp) -> None:
+        if op.peer is not None and op.peer.lost:
+            op.finish(lost_peer(op.peer))
+        elif self._stopping:
+            op.finish(closed())
+        else:
+            self._wanted[tags.lease_prefix(op.tag)][op.tag] = op
+
+    def cancel(self, op: UcxOp) -> None:
+        op.cancelled = True
+        self._forget(op, cancelled())
+
+    def discard(self, prefix: int) -> None:
+        self._discards[prefix] = None
+        if len(self._discards) > MAX_DISCARDS:
+            del self._discards[next(iter(self._discards))]
+
+    def drop_peer(self, peer: Peer, why: str, *, gone: bool) -> None:
+        """Fail what has not begun. What has begun may end by itself; a send, or anything of a dead peer, is
+        given up.
+
+        `gone`: it is certain that nothing more will come from the peer.
+        """
+        peer.lost = peer.lost or why
+        error = lost_peer(peer)
+        waiting = [op for ops in self._wanted.values() for op in ops.values() if op.peer is peer]
+        for op in [*waiting, *self._queued.pop(peer, ())]:
+            self._forget(op, error)
+        mine = [op for op in self._active if op.peer is peer]
+        endpoint = self._endpoints.pop(peer, None)
+        if endpoint is not None:
+            self._close_endpoint(endpoint, busy=bool(mine))
+        for op in mine:
+            if gone or op.is_send:
+                op.give_up_within(GONE_GRACE_SECONDS)
+
+    def stop(self, seconds: float) -> None:
+        self._stopping = True
+        self._drop_all()
+        for op in [op for ops in self._wanted.values() for op in ops.values()]:
+            self._forget(op, closed())
+        for peer in list(self._endpoints):
+            self.drop_peer(peer, "the engine is closed", gone=False)
+        for op in self._active:
+            op.give_up_within(seconds)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopping and not self._active
+
+    def step(self) -> None:
+        """Take in what has come, and resolve what has ended."""
+        while self._ended:
+            self.drop_peer(self._ended.pop(), "the connection has ended", gone=True)
+        self._match()
+        if self._active:
+            self._reap()
+        if self._orphans or self._drops:
+            self._orphans = [op for op in self._orphans if not op.request.completed]
+            self._drops = [request for request in self._drops if not request.completed]
+
+    def wait_ms(self) -> int:
+        """How long the thread may sleep without an event; -1 is for ever."""
+        times = [op.give_up_at for op in self._active if op.give_up_at is not None]
+        if self._sweep_at is not None:
+            times.append(self._sweep_at)
+        return max(1, int((min(times) - time.monotonic()) * 1000) + 1) if times else -1
+
+    def destroy(self) -> None:
+        """Give everything back. What a peer may still touch is kept for good instead."""
+        self._drop_all()
+        for op in [*self._active, *(op for ops in self._wanted.values() for op in ops.values())]:
+            op.finish(closed())
+        if self._active or self._orphans:
+            forked.never_destroy([self.worker, self._context, *self._active, *self._orphans])
+        self._active, self._orphans, self._drops = [], [], []
+        self.worker = self._context = None
+
+    def _drop_all(self) -> None:
+        """UCX's own end would receive what nobody wanted, and wait for peers that may never answer."""
+        while found := self._look(0, self._any):
+            self._drop(found[0])
+
+    def _look(self, tag: int, mask: Any) -> tuple[int, int] | None:
+        """Tag and length of the first message that has come and matches."""
+        found = self.worker.tag_probe(self._lib.api.UCXXTag(tag), mask)
+        return (int(found.sender_tag.value), int(found.length)) if found.matched else None
+
+    def _match(self) -> None:
+        """Give the messages that have come to those who want them, and drop what belongs to ended leases."""
+        self._sweep_at = None
+        while True:
+            found = self._look(0, self._any)
+            if found is None:
+                return
+            prefix = tags.lease_prefix(found[0])
+            if prefix in self._discards:
+                self._drop(found[0])
+            elif not self._take(prefix):
+                break
+        # The first message waits for a receive that comes later: look for the others one by one.
+        for prefix in list(self._wanted):
+            while self._take(prefix):
+                pass
+        self._sweep()
+
+    def _take(self, prefix: int) -> bool:
+        """Begin to receive one message of a lease, if one has come that is wanted."""
+        ops = self._wanted.get(prefix)
+        if not ops:
+            return False
+        found = self._look(prefix, self._one_lease)
+        if found is not None and found[0] not in ops:
+            found = next((each for tag in ops if (each := self._look(tag, self._exact))), None)
+        if found is None:
+            return False
+        tag, length = found
+        self._accept(ops[tag], length)
+        return True
+
+    def _accept(self, op: UcxOp, length: int) -> None:
+        self._unwant(op)
+        if length != op.nbytes:
+            self._drop(op.tag)
+            op.finish(wrong_length(length, op.nbytes))
+            return
+        self._post(op, lambda: self.worker.tag_recv(op.array, self._lib.api.UCXXTag(op.tag)))
+
+    def _drop(self, tag: int) -> None:
+        """Take a message in as a truncated one: for a large one no byte moves, and its sender is told."""
+        self._drops.append(self.worker.tag_recv(self._scratch, self._lib.api.UCXXTag(tag)))
+
+    def _sweep(self) -> None:
+        """Drop messages of ended leases behind one that nobody wants yet. Now and then is enough."""
+        if not self._discards:
+            return
+        for prefix in self._discards:
+            while found := self._look(prefix, self._one_lease):
+                self._drop(found[0])
+        self._sweep_at = time.monotonic() + SWEEP_SECONDS
+
+    def _post(self, op: UcxOp, call: Callable[[], Any]) -> bool:
+        try:
+            op.request = call()
+        except self._errors as error:
+            op.finish(failed(error))
+            return False
+        self._active.append(op)
+        return True
+
+    def _reap(self) -> None:
+        now = time.monotonic()
+        still: list[UcxOp] = []
+        freed: list[Peer] = []
+        for op in self._active:
+            if op.request.completed:
+                op.finish(self._outcome(op))
+            elif op.give_up_at is not None and now >= op.give_up_at:
+                op.finish(lost_peer(op.peer) if op.peer is not None and op.peer.lost else closed())
+                self._orphans.append(op)
+            else:
+                still.append(op)
+                continue
+            if op.is_send and op.peer is not None:
+                self._sending[op.peer] -= 1
+                freed.append(op.peer)
+        self._active = still
+        for peer in freed:
+            queue = self._queued.get(peer)
+            if queue:
+                self.send(queue.popleft(), peer)
+
+    def _outcome(self, op: UcxOp) -> KvwireError | None:
+        try:
+            op.request.check_error()
+        except self._errors as error:
+            return failed(error)
+        return cancelled() if op.cancelled else None
+
+    def _close_endpoint(self, endpoint: Any, *, busy: bool) -> None:
+        """With error handling this ends what is under way. Without, UCX might wait for it for ever."""
+        if busy and not self._options.handles_peer_errors:
+            forked.never_destroy([endpoint, self.worker, self._context])
+            return
+        try:
+            endpoint.close_blocking()
+        except self._errors as error:
+            failed(error)
+
+    def _forget(self, op: UcxOp, error: KvwireError) -> None:
+        """End an operation that UCX does not know yet. Nothing happens to others."""
+        if op.request is not None:
+            return
+        self._unwant(op)
+        queue = self._queued.get(op.peer) if op.peer is not None else None
+        if queue and op in queue:
+            queue.remove(op)
+        op.finish(error)
+
+    def _unwant(self, op: UcxOp) -> None:
+        prefix = tags.lease_prefix(op.tag)
+        ops = self._wanted.get(prefix)
+        if ops and ops.get(op.tag) is op:
+            del ops[op.tag]
+            if not ops:
+                del self._wanted[prefix]
+
+
+def unavailable(cause: str) -> DataPathUnavailable:
+    return DataPathUnavailable(f"The UCX data path cannot be used: {cause}.", path="ucx", cause=cause)
+
+
+def closed() -> TransferFailed:
+    return TransferFailed("The UCX engine was closed.", path="ucx", cause="closed")
+
+
+def cancelled() -> TransferFailed:
+    return TransferFailed("The transfer was cancelled.", path="ucx", cause="cancelled")
+
+
+def failed(error: BaseException) -> TransferFailed:
+    return TransferFailed(f"UCX could not move the message: {error}.", path="ucx", cause=type(error).__name__)
+
+
+def wrong_length(got: int, agreed: int) -> TransferFailed:
+    return TransferFailed(
+        f"A message of {got} bytes came where {agreed} were agreed.",
+        path="ucx",
+        cause="length",
+        got=got,
+        agreed=agreed,
+    )
