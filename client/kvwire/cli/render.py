@@ -23,7 +23,8 @@ _WIDE = 200
 
 def console(*, stderr: bool = False) -> Console:
     """Writes tables. Into a pipe they are as wide as they need to be."""
-    made = Console(stderr=stderr, highlight=False, soft_wrap=False)
+    # Without markup: "kvwire[otel]" is a name here, not a style.
+    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = _WIDE
     return made

@@ -144,7 +144,8 @@ def _rounds(
     with raw_socket(kv.size_bytes) as send:
         for number in range(1 - plan.warmup, total + 1):
             progress(f"{title}: round {number} of {total}" if number > 0 else f"{title}: warming up")
-            memcpy = kv.load()
+            kv.load()
+            memcpy = kv.memcpy()
             store, retrieve = _store_and_retrieve(kv, cache)
             raw = send(kv.reference.reshape(-1).data) if cache.data_path == "ucx-remote" else None
             _let_go(client)
