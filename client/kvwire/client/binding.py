@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.client import forks, paths
 from kvwire.client.pipeline import Lane
-from kvwire.client.types import Registration
+from kvwire.client.types import Path, Registration
 from kvwire.errors import DataPathUnavailable, KvwireError, LayoutUnsupported, Unavailable
 from kvwire.transfer.base import FAULTS, slot_error
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from kvwire.client.client import Client
     from kvwire.client.layout import KvLayout
     from kvwire.client.memory import KvMemory
-    from kvwire.client.types import Offer, Path, Registered, Role
+    from kvwire.client.types import Offer, Role
     from kvwire.keys import Namespace
     from kvwire.transfer.base import DataPath, Drain, Fill, SlotResult, Ticket
 
@@ -44,71 +44,43 @@ class CacheSpec:
     kv_rank: int = 0
     client_name: str = ""
     data_paths: str = "auto"
+    ucx_devices: tuple[str, ...] = ()
 
 
-class SharedPath:
-    """A data path for several threads: each transfer has an end of it to itself."""
+class LivePath:
+    """A proven data path. An exception out of it is told, so that another one is agreed on."""
 
-    def __init__(
-        self, name: str, make: Callable[[], DataPath], on_dead: Callable[[KvwireError], None]
-    ) -> None:
-        self.name = name
-        self._make = make
+    def __init__(self, end: DataPath, on_dead: Callable[[KvwireError], None]) -> None:
+        self.name = end.name
+        self._end = end
         self._on_dead = on_dead
-        self._lock = threading.Lock()
-        self._ends: list[DataPath] = []
-        self._free: list[DataPath] = []
-        self._with_checksum = name in {"ucx-remote", "inline"}
+        # Between hosts every byte is checked; on one host the server makes the checksum.
+        self._with_checksum = end.name in {"ucx-remote", "inline"}
 
     def write(self, ticket: Ticket, fill: Fill, deadline: float) -> list[SlotResult]:
-        with self._end() as end:
-            return end.write(ticket, fill, deadline, with_checksum=self._with_checksum)
+        with self._watched():
+            return self._end.write(ticket, fill, deadline, with_checksum=self._with_checksum)
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]:
-        with self._end() as end:
-            return end.read(ticket, drain, deadline)
-
-    def close(self) -> None:
-        """When no transfer is under way any more."""
-        with self._lock:
-            ends, self._ends, self._free = self._ends, [], []
-        for end in ends:
-            end.close()
+        with self._watched():
+            return self._end.read(ticket, drain, deadline)
 
     @contextmanager
-    def _end(self) -> Iterator[DataPath]:
+    def _watched(self) -> Iterator[None]:
         try:
-            end = self._take()
-            yield end
+            yield
         except FAULTS as error:
             failure = slot_error(error, self.name, "The data path")
             self._on_dead(failure)
             raise failure from error
-        with self._lock:
-            self._free.append(end)
-
-    def _take(self) -> DataPath:
-        with self._lock:
-            if self._free:
-                return self._free.pop()
-        end = self._make()
-        with self._lock:
-            if not any(each is end for each in self._ends):
-                self._ends.append(end)
-        return end
 
 
 @dataclass(slots=True)
 class _Binding:
     lane: Lane
-    path: SharedPath
-    release: Callable[[], None]
+    candidate: paths.Candidate
     users: int = 0
     retired: bool = False
-
-    def close(self) -> None:
-        self.path.close()
-        self.release()
 
 
 class PathRegistrar:
@@ -119,11 +91,12 @@ class PathRegistrar:
 
     def __init__(self, spec: CacheSpec, on_dead: Callable[[KvwireError], None]) -> None:
         self._spec = spec
-        self._stages = paths.stages(spec.data_paths)
+        self._choice = paths.choice(spec.data_paths)
         self._on_dead = on_dead
         self._memory: KvMemory | None = None
         self._binding: _Binding | None = None
         self._told: set[Path] = set()
+        self._path: Path | None = None
         self._forget()
         forks.watch(self)
 
@@ -139,7 +112,7 @@ class PathRegistrar:
     @property
     def data_path(self) -> str:
         binding = self._binding
-        return binding.path.name if binding else ""
+        return binding.lane.path.name if binding else ""
 
     def set_memory(self, memory: KvMemory) -> None:
         self._memory = memory
@@ -152,11 +125,10 @@ class PathRegistrar:
         layout = self._spec.layout(chunk_size)
         layout.validate(chunk_size)
         _check_memory(layout, memory)
-        registered, opened = self._agree(client, layout, chunk_size)
-        path = SharedPath(opened.name, opened.make, self._on_dead)
-        lane = Lane(client, registered.registration_id, layout, path, memory.groups)
-        self._swap(_Binding(lane, path, opened.release))
-        return registered.registration_id
+        registration_id, end, candidate = self._agree(client, layout, chunk_size)
+        lane = Lane(client, registration_id, layout, LivePath(end, self._on_dead), memory.groups)
+        self._swap(_Binding(lane, candidate))
+        return registration_id
 
     def closed(self) -> None:
         """Let transfers end, for a while, and give the path back."""
@@ -170,7 +142,7 @@ class PathRegistrar:
                 self._changed.wait(deadline - time.monotonic())
             idle = not binding.users
         if idle:
-            binding.close()
+            binding.candidate.close()
 
     @contextmanager
     def use(self) -> Iterator[Lane]:
@@ -188,41 +160,48 @@ class PathRegistrar:
                 last = binding.retired and not binding.users
                 self._changed.notify_all()
             if last:
-                binding.close()
+                binding.candidate.close()
 
     def _agree(
         self, client: Client, layout: KvLayout, chunk_size: int
-    ) -> tuple[Registered, paths.OpenedPath]:
-        """Register, with fewer and fewer offers until one is proven."""
+    ) -> tuple[int, DataPath, paths.Candidate]:
+        """Register with one offer after the other, until a path is proven."""
         causes: dict[str, str] = {}
-        refused = 0
-        for stage in self._stages:
-            wanted = list(stage)
-            while wanted:
-                offers = paths.offers(wanted, causes)
-                if not offers:
-                    break
-                try:
-                    registered = client.register(self._registration(layout, chunk_size, offers))
-                except DataPathUnavailable as error:
-                    causes.update(error.metadata)
-                    break
-                try:
-                    return registered, paths.open_path(client, registered)
-                except FAULTS as error:
-                    refused = registered.registration_id
-                    self._note_failure(registered, causes, str(error))
-                    wanted.remove(registered.path)
-        if refused:
-            client.unregister_quietly(refused)
+        unproven = 0
+        for path in self._choice:
+            try:
+                candidate = paths.Candidate(path, self._spec.ucx_devices)
+            except FAULTS as error:
+                causes[path.label] = _cause(error)
+                continue
+            try:
+                registered = client.register(self._registration(layout, chunk_size, candidate.offer()))
+            except DataPathUnavailable as error:
+                candidate.close()
+                causes[path.label] = error.metadata.get(path.label) or _cause(error)
+                continue
+            except BaseException:
+                candidate.close()
+                raise
+            try:
+                end = candidate.open(client, registered)
+                self._note_choice(client, path, causes)
+                return registered.registration_id, end, candidate
+            except FAULTS as error:
+                unproven = registered.registration_id
+                candidate.close()
+                causes[path.label] = _cause(error)
+                self._note_failure(path, causes[path.label])
+        if unproven:
+            client.unregister_quietly(unproven)
         raise DataPathUnavailable(
             "No data path works between this client and the server: "
-            + ("; ".join(f"{name}: {cause}" for name, cause in causes.items()) or "none was offered")
+            + "; ".join(f"{name}: {cause}" for name, cause in causes.items())
             + ".",
             **causes,
         )
 
-    def _registration(self, layout: KvLayout, chunk_size: int, offers: tuple[Offer, ...]) -> Registration:
+    def _registration(self, layout: KvLayout, chunk_size: int, offer: Offer) -> Registration:
         spec = self._spec
         return Registration(
             client_id=self._client_id,
@@ -233,15 +212,27 @@ class PathRegistrar:
             chunk_size=chunk_size,
             kv_rank=spec.kv_rank,
             client_name=spec.client_name,
-            offers=offers,
+            offers=(offer,),
         )
 
-    def _note_failure(self, registered: Registered, causes: dict[str, str], cause: str) -> None:
-        name = registered.path.label
-        causes[name] = cause.rstrip(".")
-        if registered.path not in self._told:
-            self._told.add(registered.path)
-            logger.warning("kvwire: data path %s does not work here: %s", name, cause)
+    def _note_choice(self, client: Client, path: Path, causes: dict[str, str]) -> None:
+        if path is self._path:
+            return
+        self._path = path
+        worse = path is Path.INLINE and bool(causes)
+        why = "".join(f"; no {name}: {cause}" for name, cause in causes.items())
+        logger.log(
+            logging.WARNING if worse else logging.INFO,
+            "kvwire: bytes move over %s with %s%s",
+            f"the slow path {path.label}" if worse else path.label,
+            client.target,
+            why,
+        )
+
+    def _note_failure(self, path: Path, cause: str) -> None:
+        if path not in self._told:
+            self._told.add(path)
+            logger.warning("kvwire: data path %s does not work here: %s", path.label, cause)
 
     def _swap(self, binding: _Binding) -> None:
         with self._changed:
@@ -250,7 +241,13 @@ class PathRegistrar:
             if before is not None:
                 before.retired = True
         if before is not None and idle:
-            before.close()
+            before.candidate.close()
+
+
+def _cause(error: BaseException) -> str:
+    """Why a path cannot be used, in the shortest words there are."""
+    told = error.metadata if isinstance(error, KvwireError) else {}
+    return (told.get("cause") or str(error) or type(error).__name__).rstrip(".")
 
 
 def _check_memory(layout: KvLayout, memory: KvMemory) -> None:
