@@ -21,10 +21,17 @@ Output = Annotated[
 _WIDE = 200
 
 
+class PipedConsole(Console):
+    """Leaves a reader that goes away (`| head`) to the program, which ends without an error."""
+
+    def on_broken_pipe(self) -> None:
+        raise BrokenPipeError
+
+
 def console(*, stderr: bool = False) -> Console:
     """Writes tables. Into a pipe they are as wide as they need to be."""
     # Without markup: "kvwire[otel]" is a name here, not a style.
-    made = Console(stderr=stderr, highlight=False, markup=False, emoji=False)
+    made = PipedConsole(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = _WIDE
     return made
