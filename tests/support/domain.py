@@ -1,9 +1,10 @@
-"""A cache engine with a clock and an arena, small enough to reason about, for tests of the server's domain."""
+"""A cache engine with a clock and a small pool, for tests of the server's domain."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from kvwire.keys import ExtraInput, Namespace, pack_tokens
 from kvwire.server.engine import CacheEngine, make_store
@@ -23,8 +24,10 @@ from kvwire.server.messages import (
     StoreItem,
     Target,
 )
-from kvwire.server.state import EngineConfig
 from kvwire.server.store import RemovedChunk, StoredChunk
+
+if TYPE_CHECKING:
+    from kvwire.server.state import EngineConfig
 
 CHUNK = 4
 BLOCK_BYTES = 64

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvwire.errors import ConfigError
+from kvwire.server.engine import make_store
 from kvwire.server.layout import ShardMap
 from kvwire.server.store import ArcPolicy, L1Store, Space, make_policy
-from kvwire.server.engine import make_store
 from support.domain import BLOCK_BYTES, CHUNK, OBJECT_BYTES, layout
 
 POLICIES = ["lru", "arc"]
