@@ -160,12 +160,12 @@ class CacheEngine:
         self._lifecycle.advance(now)
         return self._lifecycle.end_registration(registration_id, EndReason.DISCONNECTED) is not None
 
-    def owner_dead(self, registration_id: int, now: float) -> int:
+    def owner_dead(self, registration_id: int) -> int:
         """The process of a client is proven gone: its registration ends if it has not, its slots come free.
 
         Where the server moves the bytes, they wait for `confirm_cancelled`. Returns the leases that let go.
         """
-        self.disconnect(registration_id, now)
+        self._lifecycle.end_registration(registration_id, EndReason.DISCONNECTED)
         return self._state.endings.owner_dead(registration_id)
 
     def confirm_cancelled(self, lease_id: int) -> bool:

@@ -241,7 +241,7 @@ def test_bl19_a_writer_that_dies_publishes_nothing_and_blocks_nobody(domain: Dom
     (owner,) = domain.engine.quarantined_owners()
     assert (owner.registration_id, owner.quarantined_bytes) == (dead, 4 * OBJECT_BYTES)
     assert domain.used == 8
-    assert domain.engine.owner_dead(dead, domain.now) == 1
+    assert domain.engine.owner_dead(dead) == 1
     assert domain.used == 4
     assert len(domain.events.stored) == 4
     with pytest.raises(NotRegistered):
@@ -411,7 +411,7 @@ def test_bl35_crashes_leave_nothing_behind() -> None:
         domain.lookup(doomed, "reads", tokens(2, seed=9))
         for registration in (worker, doomed):
             domain.engine.disconnect(registration, domain.now)
-            domain.engine.owner_dead(registration, domain.now)
+            domain.engine.owner_dead(registration)
         domain.check()
     for crash in range(5):
         domain.engine.disconnect(domain.register(f"warming up {crash}"), domain.now)

@@ -439,9 +439,7 @@ class EngineMachine(RuleBasedStateMachine):
         if proven:
             for owner in self.domain.engine.quarantined_owners():
                 if owner.client_id == client.client_id:
-                    assert (
-                        self.domain.engine.owner_dead(owner.registration_id, self.domain.now) == owner.leases
-                    )
+                    assert self.domain.engine.owner_dead(owner.registration_id) == owner.leases
             self.dead.remove((registration, client))
             if not client.server_moves_bytes:
                 self.writes = [write for write in self.writes if write.client is not client]
@@ -574,7 +572,7 @@ class EngineMachine(RuleBasedStateMachine):
         for ended in engine.drain_ended():
             engine.confirm_cancelled(ended.lease_id)
         for owner in engine.quarantined_owners():
-            engine.owner_dead(owner.registration_id, self.domain.now)
+            engine.owner_dead(owner.registration_id)
         self.domain.check()
         status = engine.status()
         assert not any(status.leases[kind] for kind in LeaseKind)
