@@ -1,4 +1,4 @@
-"""The real cache server on an event loop in a thread of the test's process, so that a test can look inside."""
+"""The real cache server on an event loop in a thread of the test's process: a test can look inside."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import asyncio
 import contextlib
 import inspect
 import threading
-from pathlib import Path
-
-import grpc
+from typing import TYPE_CHECKING
 
 from kvwire.server.app import CacheServer
 from kvwire.server.config import ServerConfig
 from support.server_process import open_channel
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import grpc
 
 MIB = 1 << 20
 
@@ -46,10 +49,14 @@ class LocalServer:
     def __exit__(self, *_):
         for channel in self._channels:
             channel.close()
-        self._loop.call_soon_threadsafe(self._told.set)
+        self.begin_stop()
         self._thread.join(30)
         if self._failure is not None:
             raise self._failure
+
+    def begin_stop(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has stopped before
+            self._loop.call_soon_threadsafe(self._told.set)
 
     @property
     def core(self):
@@ -91,7 +98,7 @@ class LocalServer:
     def _serve(self) -> None:
         try:
             asyncio.run(self._main())
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised where the test can see it
             self._failure = error
         finally:
             self._ready.set()

@@ -64,7 +64,7 @@ def failure(call, *args, **kwargs) -> Failure:
 
 def tokens(chunks: int, seed: int = 0, chunk_size: int = 4) -> bytes:
     """Prompts of one seed are prefixes of each other; those of different seeds share nothing."""
-    return pack_tokens(seed * 1_000_000 + position for position in range(chunks * chunk_size))
+    return pack_tokens(seed * 1_000 + position for position in range(chunks * chunk_size))
 
 
 def content(key: bytes, size: int = OBJECT_BYTES) -> bytes:
@@ -145,7 +145,9 @@ class RawClient:
         }
         return pb.RegisterKvCacheRequest(**{**values, **fields})
 
-    def register(self, path: str = "inline", role: str = "standalone", *, attach=False, **fields) -> RawClient:
+    def register(
+        self, path: str = "inline", role: str = "standalone", *, attach=False, **fields
+    ) -> RawClient:
         if not self.chunk_size:
             self.negotiate()
         request = self.registration(path, role, **fields)

@@ -116,7 +116,12 @@ def run_server(*flags: str, prefix=(), timeout: float = START_S) -> subprocess.C
     """A server that is expected to refuse to start. `stderr` has what it says."""
     before = leaks.shm_entries()
     done = subprocess.run(
-        [*prefix, *command(*flags)], capture_output=True, text=True, timeout=timeout, env=environment()
+        [*prefix, *command(*flags)],
+        check=False,
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+        env=environment(),
     )
     eventually(lambda: not ownerless(leaks.shm_entries() - before))
     return done

@@ -12,5 +12,5 @@ def eventually(condition, within: float = 10.0, every: float = 0.02):
         value = condition()
         if value:
             return value
-        assert time.monotonic() < deadline, f"{condition} did not come true within {within} s (last: {value!r})"
+        assert time.monotonic() < deadline, f"{condition} is {value!r} after {within} s"
         time.sleep(every)

@@ -14,10 +14,21 @@ if TYPE_CHECKING:
 V1_NAME = "grpc.reflection.v1.ServerReflection"
 
 
+class ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[misc]
+    """Finds methods too, which protobuf's own search by symbol does not: `describe package.Service.Method`."""
+
+    def _file_containing_symbol(self, request: Any, fully_qualified_name: str) -> Any:
+        try:
+            service = self._pool.FindMethodByName(fully_qualified_name).containing_service
+        except KeyError:
+            return super()._file_containing_symbol(request, fully_qualified_name)
+        return super()._file_containing_symbol(request, service.full_name)
+
+
 def add_reflection(server: grpc.aio.Server, services: Sequence[str]) -> None:
     """The messages of v1 and v1alpha are the same on the wire; only the service's name differs."""
     names = (*services, reflection.SERVICE_NAME)
-    servicer: Any = reflection.aio.ReflectionServicer(names)
+    servicer: Any = ReflectionServicer(names)
     service = DESCRIPTOR.services_by_name["ServerReflection"]
     method = service.methods_by_name["ServerReflectionInfo"]
     messages = DESCRIPTOR.message_types_by_name

@@ -76,6 +76,8 @@ class Streams:
         core = self._core
         path = self._inline()
         check_batch("lease_ids", request.lease_ids, core.config)
+        if not self._engine.ping(request.registration_id, core.now()):
+            raise _not_registered(request.registration_id)
         header: Any = core.header
         for lease_id in request.lease_ids:
             self._engine.live_lease(request.registration_id, lease_id, core.now())
