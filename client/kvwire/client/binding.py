@@ -185,13 +185,14 @@ class PathRegistrar:
                 raise
             try:
                 end = candidate.open(client, registered)
-                self._note_choice(client, path, causes)
-                return registered.registration_id, end, candidate
             except FAULTS as error:
                 unproven = registered.registration_id
                 candidate.close()
                 causes[path.label] = _cause(error)
                 self._note_failure(path, causes[path.label])
+                continue
+            self._note_choice(client, path, causes)
+            return registered.registration_id, end, candidate
         if unproven:
             client.unregister_quietly(unproven)
         raise DataPathUnavailable(
