@@ -245,6 +245,10 @@ def register_kv_caches(
     client: Client, tensors: Tensors, model: str, block_size: int | Sequence[int], options: CacheOptions
 ) -> KvCache:
     """See `Client.register_kv_caches`."""
+    unknown = sorted(set(options) - CacheOptions.__optional_keys__)
+    if unknown:
+        known = ", ".join(sorted(CacheOptions.__optional_keys__))
+        raise InvalidArgument(unknown[0], f"is no option of register_kv_caches; the options are {known}")
     groups = _groups(tensors)
     sizes = [block_size] * len(groups) if isinstance(block_size, int) else list(block_size)
     windows = list(options.get("windows") or [0] * len(groups))
