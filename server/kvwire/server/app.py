@@ -164,7 +164,7 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
     binders = (
         Binder("token hasher", engine.bind_chunk_size),
         Binder("session manager", engine.bind_chunk_size),
-        Binder("telemetry", lambda size: log.info("chunk size bound", extra={"chunk_size": size})),
+        Binder("telemetry", lambda size: log.info("chunk size bound: %d tokens", size)),
     )
     binding = ChunkSizeBinding(config.chunk_size, config.max_chunk_size, binders)
     return Core(
