@@ -62,6 +62,10 @@ class PagedKv:
         np.copyto(self._copy, self.blocks)
         return time.perf_counter() - started
 
+    def bytes(self) -> memoryview:
+        """All of the reference, as it would be sent."""
+        return self.reference.data.cast("B")
+
     def wipe(self) -> None:
         self.blocks.fill(0)
 

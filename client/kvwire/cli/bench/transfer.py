@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
@@ -59,17 +60,18 @@ class Plan:
 
 @dataclass(slots=True)
 class Rounds:
-    """Seconds of each counted round."""
+    """Seconds of each counted round. Each operation has the mean of the copies right before and after it."""
 
-    memcpy: list[float] = field(default_factory=list)
     store: list[float] = field(default_factory=list)
     retrieve: list[float] = field(default_factory=list)
+    memcpy_store: list[float] = field(default_factory=list)
+    memcpy_retrieve: list[float] = field(default_factory=list)
     raw: list[float] = field(default_factory=list)
 
     def report(self, size: int, path: str) -> dict[str, Any]:
         told: dict[str, Any] = {
-            "store_vs_memcpy": round(stats.median_ratio(self.memcpy, self.store), 3),
-            "retrieve_vs_memcpy": round(stats.median_ratio(self.memcpy, self.retrieve), 3),
+            "store_vs_memcpy": round(stats.median_ratio(self.memcpy_store, self.store), 3),
+            "retrieve_vs_memcpy": round(stats.median_ratio(self.memcpy_retrieve, self.retrieve), 3),
         }
         if self.raw:
             slower = [max(pair) for pair in zip(self.store, self.retrieve, strict=True)]
@@ -78,7 +80,7 @@ class Rounds:
         told |= {
             "store_gb_s": _gb_s(size, self.store),
             "retrieve_gb_s": _gb_s(size, self.retrieve),
-            "memcpy_gb_s": _gb_s(size, self.memcpy),
+            "memcpy_gb_s": _gb_s(size, [*self.memcpy_store, *self.memcpy_retrieve]),
             "verified": True,
             "rounds": len(self.store),
             "path": path,
@@ -141,46 +143,56 @@ def _rounds(
 ) -> Rounds:
     rounds = Rounds()
     total = plan.rounds_of(kv.size_bytes)
-    with raw_socket(kv.size_bytes) as send:
+    with contextlib.ExitStack() as stack:
+        over_network = cache.data_path == "ucx-remote"
+        send = stack.enter_context(raw_socket(kv.size_bytes)) if over_network else None
         for number in range(1 - plan.warmup, total + 1):
             progress(f"{title}: round {number} of {total}" if number > 0 else f"{title}: warming up")
-            kv.load()
-            memcpy = kv.memcpy()
-            store, retrieve = _store_and_retrieve(kv, cache)
-            raw = send(kv.reference.reshape(-1).data) if cache.data_path == "ucx-remote" else None
+            _round(kv, cache, rounds if number > 0 else Rounds(), send)
             _let_go(client)
-            if number < 1:
-                continue
-            rounds.memcpy.append(memcpy)
-            rounds.store.append(store)
-            rounds.retrieve.append(retrieve)
-            if raw is not None:
-                rounds.raw.append(raw)
     return rounds
 
 
-def _store_and_retrieve(kv: PagedKv, cache: KvCache) -> tuple[float, float]:
+def _round(kv: PagedKv, cache: KvCache, rounds: Rounds, send: Callable[[memoryview], float] | None) -> None:
+    """Memcpy, store, memcpy, retrieve, memcpy: each of the two is compared with the copies around it."""
     tokens, stored_from, retrieved_into = kv.fresh_tokens(), kv.shuffled(), kv.shuffled()
+    kv.load()
+    before = kv.memcpy()
+    rounds.store.append(_store(kv, cache, tokens, stored_from))
+    between = kv.memcpy()
+    kv.wipe()
+    rounds.retrieve.append(_retrieve(kv, cache, tokens, retrieved_into))
+    after = kv.memcpy()
+    if not kv.is_moved(stored_from, retrieved_into):
+        raise BenchError("What came back is not what was stored.")
+    rounds.memcpy_store.append((before + between) / 2)
+    rounds.memcpy_retrieve.append((between + after) / 2)
+    if send is not None:
+        rounds.raw.append(send(kv.bytes()))
+
+
+def _store(kv: PagedKv, cache: KvCache, tokens: bytes, blocks: list[int]) -> float:
     with cache.session(tokens) as session:
         started = time.perf_counter()
-        stored = session.store(stored_from)
-        store = time.perf_counter() - started
+        stored = session.store(blocks)
+        seconds = time.perf_counter() - started
     if not stored.ok or stored.stored_bytes != kv.size_bytes:
         raise BenchError(f"{stored.stored_bytes} of {kv.size_bytes} bytes were stored: {stored.error}.")
-    kv.wipe()
+    return seconds
+
+
+def _retrieve(kv: PagedKv, cache: KvCache, tokens: bytes, blocks: list[int]) -> float:
     with cache.session(tokens) as session:
         if session.hit_tokens != kv.num_tokens:
             raise BenchError(f"{session.hit_tokens} of {kv.num_tokens} stored tokens were found again.")
         started = time.perf_counter()
-        retrieved = session.retrieve(retrieved_into)
-        retrieve = time.perf_counter() - started
+        retrieved = session.retrieve(blocks)
+        seconds = time.perf_counter() - started
     if not retrieved.ok or retrieved.retrieved_bytes != kv.size_bytes:
         raise BenchError(
             f"{retrieved.retrieved_bytes} of {kv.size_bytes} bytes came back: {retrieved.error}."
         )
-    if not kv.is_moved(stored_from, retrieved_into):
-        raise BenchError("What came back is not what was stored.")
-    return store, retrieve
+    return seconds
 
 
 def _let_go(client: Client) -> None:
