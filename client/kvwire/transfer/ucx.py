@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.errors import DataPathUnavailable
 from kvwire.transfer import tags, ucx_library
+from kvwire.transfer.ucx_address import sealed, unsealed
 from kvwire.transfer.ucx_ops import Peer, UcxOp
 from kvwire.transfer.ucx_options import UcxOptions
 from kvwire.transfer.ucx_state import UcxState, unavailable
@@ -58,9 +59,10 @@ class UcxEngine:
         started.result(START_SECONDS)
 
     def connect(self, address: bytes, name: str = "peer") -> Peer:
-        """A peer by its worker address. Raises DataPathUnavailable when this kind cannot reach it."""
+        """A peer by its engine's `address`. Raises DataPathUnavailable when this kind cannot reach it."""
         found: Future[Peer] = Future()
-        self._submit(lambda: self._state.connect(Peer(self, name), address, found))
+        raw = unsealed(address)
+        self._submit(lambda: self._state.connect(Peer(self, name), raw, found))
         try:
             return found.result(CONNECT_SECONDS)
         except FutureTimeoutError:
@@ -114,7 +116,7 @@ class UcxEngine:
     def _run(self, started: Future[None]) -> None:
         state = self._state
         try:
-            self.address = state.open()
+            self.address = sealed(state.open())
             self._handle = state.worker.handle
         except Exception as error:  # noqa: BLE001  raised again where the engine is made
             started.set_exception(error)

@@ -107,6 +107,7 @@ class Core:
         for registration_id in owners:
             if shm.is_dead(registration_id):
                 self.engine.owner_dead(registration_id)
+                self.left(registration_id)
         shm.reap(owners | {each.registration_id for each in self.engine.status().registrations})
 
     async def _cancel(self, ended: EndedLease) -> None:

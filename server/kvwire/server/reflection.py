@@ -15,7 +15,7 @@ V1_NAME = "grpc.reflection.v1.ServerReflection"
 
 
 class ReflectionServicer(reflection.aio.ReflectionServicer):  # type: ignore[misc]
-    """Finds methods too, which protobuf's own search by symbol does not: `describe package.Service.Method`."""
+    """Finds methods too, which protobuf's own search does not: `describe package.Service.Method`."""
 
     def _file_containing_symbol(self, request: Any, fully_qualified_name: str) -> Any:
         try:

@@ -44,11 +44,13 @@ class Sealer:
 
     async def intact(self, ref: ObjectRef) -> bool:
         """Whether the bytes still match the checksum; True while there is none."""
-        if not ref.checksum:
-            return True
+        return not ref.checksum or await self.matches(ref, ref.checksum)
+
+    async def matches(self, ref: ObjectRef, expected: bytes) -> bool:
+        """Whether the bytes have this checksum."""
         loop = asyncio.get_running_loop()
         digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
-        return digest == ref.checksum
+        return digest == expected
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

@@ -672,7 +672,9 @@ class LookupRequest(_message.Message):
 
     @_builtins.property
     def extra_inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ExtraInput]:
-        """extra_inputs lists the inputs beside tokens. Only with tokens. At most 1,024."""
+        """extra_inputs lists the inputs beside tokens. Only with tokens. At most 1,024,
+        of which at most 16 cover one token.
+        """
 
     def __init__(
         self,

@@ -238,7 +238,8 @@ class CacheServiceServicer(object):
         FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): negotiate first.
         FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
         INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
-        RESOURCE_EXHAUSTED (TOO_MANY_ITEMS, TOO_MANY_SESSIONS): limits.
+        RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on chunks, keys or extra inputs.
+        RESOURCE_EXHAUSTED (TOO_MANY_SESSIONS): the limit on sessions.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -363,8 +364,9 @@ class CacheServiceServicer(object):
 
     def SubscribeKvEvents(self, request, context):
         """SubscribeKvEvents streams what is stored and removed, for engines and
-        routers that index it. A reader that is too slow, or resumes too far back,
-        gets lost = true and starts from what follows.
+        routers that index it. The first message comes at once and tells where the
+        reader stands. One that is too slow, or resumes too far back, gets lost = true
+        and starts from what follows.
 
         Errors: there are no method-specific errors.
         """

@@ -117,7 +117,8 @@ class CacheServiceStub:
       FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): negotiate first.
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
       INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
-      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS, TOO_MANY_SESSIONS): limits.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on chunks, keys or extra inputs.
+      RESOURCE_EXHAUSTED (TOO_MANY_SESSIONS): the limit on sessions.
     """
     ReleaseLookup: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.ReleaseLookupRequest, _cache_service_pb2.ReleaseLookupResponse]
     """ReleaseLookup gives back leased chunks that will not be retrieved. Chunks
@@ -202,8 +203,9 @@ class CacheServiceStub:
     """
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.SubscribeKvEventsRequest, _cache_service_pb2.SubscribeKvEventsResponse]
     """SubscribeKvEvents streams what is stored and removed, for engines and
-    routers that index it. A reader that is too slow, or resumes too far back,
-    gets lost = true and starts from what follows.
+    routers that index it. The first message comes at once and tells where the
+    reader stands. One that is too slow, or resumes too far back, gets lost = true
+    and starts from what follows.
 
     Errors: there are no method-specific errors.
     """
@@ -297,7 +299,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
       FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): negotiate first.
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
       INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
-      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS, TOO_MANY_SESSIONS): limits.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on chunks, keys or extra inputs.
+      RESOURCE_EXHAUSTED (TOO_MANY_SESSIONS): the limit on sessions.
     """
     ReleaseLookup: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.ReleaseLookupRequest, _cache_service_pb2.ReleaseLookupResponse]  # type: ignore[assignment]
     """ReleaseLookup gives back leased chunks that will not be retrieved. Chunks
@@ -382,8 +385,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_cache_service_pb2.SubscribeKvEventsRequest, _cache_service_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
     """SubscribeKvEvents streams what is stored and removed, for engines and
-    routers that index it. A reader that is too slow, or resumes too far back,
-    gets lost = true and starts from what follows.
+    routers that index it. The first message comes at once and tells where the
+    reader stands. One that is too slow, or resumes too far back, gets lost = true
+    and starts from what follows.
 
     Errors: there are no method-specific errors.
     """
@@ -510,7 +514,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): negotiate first.
           FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
           INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
-          RESOURCE_EXHAUSTED (TOO_MANY_ITEMS, TOO_MANY_SESSIONS): limits.
+          RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on chunks, keys or extra inputs.
+          RESOURCE_EXHAUSTED (TOO_MANY_SESSIONS): the limit on sessions.
         """
 
     @_abc_1.abstractmethod
@@ -655,8 +660,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_cache_service_pb2.SubscribeKvEventsResponse], _abc.AsyncIterator[_cache_service_pb2.SubscribeKvEventsResponse]]:
         """SubscribeKvEvents streams what is stored and removed, for engines and
-        routers that index it. A reader that is too slow, or resumes too far back,
-        gets lost = true and starts from what follows.
+        routers that index it. The first message comes at once and tells where the
+        reader stands. One that is too slow, or resumes too far back, gets lost = true
+        and starts from what follows.
 
         Errors: there are no method-specific errors.
         """
