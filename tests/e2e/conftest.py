@@ -1,8 +1,13 @@
 from __future__ import annotations
 
+import logging
+import shutil
+import tempfile
+from pathlib import Path
+
 import pytest
 
-from e2e.harness import Baseline, Server, set_environment
+from e2e.harness import Baseline, Library, Server, set_environment
 
 
 def pytest_collection_modifyitems(items):
@@ -24,13 +29,37 @@ def baseline():
     return Baseline()
 
 
+@pytest.fixture(scope="session")
+def library():
+    """Servers that hold the shelf of prompts, one for each model: for tests that take nothing away."""
+    folder = Path(tempfile.mkdtemp(prefix="kvw-", dir="/tmp"))
+    filled = Library(folder)
+    yield filled
+    filled.close()
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_contained(caplog):
+    """The connector keeps its own exceptions from the engine and logs them: no test may cause one."""
+    with caplog.at_level(logging.WARNING, "kvwire"):
+        yield
+    errors = [
+        record.getMessage()
+        for when in ("setup", "call")
+        for record in caplog.get_records(when)
+        if record.name.startswith("kvwire") and record.levelno >= logging.ERROR
+    ]
+    assert not errors
+
+
 @pytest.fixture
 def serve(short_tmp):
     """Starts a server, with flags of `kvwire server`."""
     servers = []
 
-    def start(*flags):
-        servers.append(Server(short_tmp, *flags))
+    def start(*flags, **options):
+        servers.append(Server(short_tmp, *flags, **options))
         return servers[-1]
 
     yield start

@@ -19,6 +19,7 @@ from kvwire.v1 import admin_service_pb2, admin_service_pb2_grpc
 BLOCK = 32
 CHUNK = 64
 NUM_TOKENS = 16
+LENGTHS = (200, 137, 96, 65, 3 * CHUNK, 3 * CHUNK + 1, 3 * CHUNK - 1, CHUNK, CHUNK - 1, 40)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "TRANSFORMERS_OFFLINE": "1",
@@ -38,13 +39,17 @@ def prompt(num_tokens, seed=7):
     return [source.randrange(3, VOCABULARY) for _ in range(num_tokens)]
 
 
+SHELF = [prompt(length, seed=length) for length in LENGTHS]
+"""Prompts of all lengths around a chunk's."""
+
+
 class Server:
     """A `kvwire server` process on a socket file."""
 
-    def __init__(self, folder, *flags):
+    def __init__(self, folder, *flags, chunk_size=CHUNK):
         self.address = f"unix:{folder / 'kvwire.sock'}"
         self._log = folder / "server.log"
-        self._flags = flags
+        self._flags = ("--chunk-size", str(chunk_size), "--l1-size", "64MiB", *flags)
         self._process = None
         self.start()
 
@@ -52,7 +57,7 @@ class Server:
         command = [sys.executable, "-m", "kvwire.cli", "server", "--listen", self.address]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [*command, "--chunk-size", str(CHUNK), "--l1-size", "64MiB", *self._flags],
+                [*command, *self._flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -67,6 +72,10 @@ class Server:
             else:
                 return
         raise TimeoutError(self.log())
+
+    @property
+    def pid(self):
+        return self._process.pid
 
     def status(self, timeout=5.0):
         with grpc.insecure_channel(self.address) as channel:
@@ -201,6 +210,27 @@ def engine(model, server=None, *, policy="recompute", role="kv_both", extra=None
         yield running
     finally:
         running.close()
+
+
+class Library:
+    """One server per model in which an engine has stored the shelf."""
+
+    def __init__(self, folder):
+        self._folder = folder
+        self._servers = {}
+
+    def __call__(self, model):
+        if model not in self._servers:
+            folder = self._folder / model
+            folder.mkdir()
+            self._servers[model] = Server(folder)
+            with engine(model, self._servers[model]) as first:
+                assert [answer.cached for answer in first.run(*SHELF)] == [0] * len(SHELF)
+        return self._servers[model]
+
+    def close(self):
+        for server in self._servers.values():
+            server.close()
 
 
 class Baseline:

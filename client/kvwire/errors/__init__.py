@@ -295,7 +295,9 @@ class MissingExtra(KvwireError):
     code = "FAILED_PRECONDITION"
 
     def __init__(self, feature: str, extra: str) -> None:
-        super().__init__(f"{feature} needs an optional part: pip install 'kvwire[{extra}]'", feature=feature, extra=extra)
+        super().__init__(
+            f"{feature} needs an optional part: pip install 'kvwire[{extra}]'", feature=feature, extra=extra
+        )
 
 
 def _all_errors() -> dict[str, type[KvwireError]]:

@@ -82,6 +82,8 @@ class WorkerParts:
     def register(self, kv_caches: Mapping[str, Any]) -> None:
         self.views = group_views(self.layout, kv_caches)
         self.adapter.register_kv_caches(self.views)
+        if self.adapter.is_healthy:
+            logger.info("kvwire: blocks move by %s", self.adapter.data_path)
 
     def event(self) -> Any:
         """Marks the end of the step's kernels on an accelerator; None on a CPU, where they have ended."""
@@ -99,6 +101,7 @@ class WorkerParts:
 
 
 def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
+    _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
     adapter = SchedulerAdapter(
         engine.config.address,
@@ -117,10 +120,18 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         stores=engine.kv_role.is_kv_producer,
         save_decode=engine.config.save_decode,
     )
+    logger.info(
+        "kvwire: %s, chunk size %s tokens, %d KV groups%s",
+        engine.config.address,
+        adapter.chunk_size or "not known yet",
+        len(engine.layout.groups),
+        "" if adapter.is_healthy else f"; not used yet: {adapter.degraded_reason}",
+    )
     return SchedulerParts(adapter, side)
 
 
 def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
+    _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     adapter = WorkerAdapter(
@@ -154,3 +165,12 @@ def to_op(job: Job) -> LoadStoreOp:
         keys=job.prompt.keys,
         namespace=job.prompt.namespace,
     )
+
+
+def _log_like_the_engine() -> None:
+    """vLLM gives its own loggers handlers and leaves all others silent."""
+    ours, engine = logging.getLogger("kvwire"), logging.getLogger("vllm")
+    if not ours.handlers and not logging.getLogger().handlers:
+        for handler in engine.handlers:
+            ours.addHandler(handler)
+        ours.setLevel(engine.level)
