@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import grpc
@@ -87,3 +91,27 @@ def test_bl55_one_trace_joins_both_sides_and_holds_no_salt(collector, own_spans)
     everything = "".join(map(str, [*collector.requests, *(span.to_json() for span in own_spans())]))
     assert SALT not in everything
     assert "host-1" in everything
+
+
+def test_a_server_whose_collector_is_dead_answers_and_stops_in_time():
+    with socket.socket() as listener, work_folder() as folder:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(8)  # takes the connection and never answers
+        endpoint = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        flags = ["--l1-size", "16MiB", "--otlp-endpoint", endpoint]
+        with kvwire_server(folder, flags) as address, Client(address) as client:
+            client.negotiate(16)
+            for _ in range(300):
+                client.lookup(Namespace("m"), [1, 2, 3], timeout=1.0)
+            stopping = time.monotonic()
+        assert time.monotonic() - stopping < 5.0
+
+
+def test_a_server_without_tracing_does_not_import_it():
+    program = """
+import sys
+import kvwire.server.app, kvwire.server.command, kvwire.client
+loaded = [name for name in sys.modules if name.startswith("opentelemetry")]
+assert not loaded, loaded
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)

@@ -237,6 +237,19 @@ def span(
     return _span(_state.tracing.tracer, name, parent, links, attributes)
 
 
+def batch_span(
+    name: str, contexts: Sequence[Context | None], **attributes: Attribute
+) -> AbstractContextManager[SpanHandle]:
+    """A span for work that serves several requests: a child of the first one's trace, linked to the others.
+
+    RPCs inside the block are its children. Contexts that are None (no trace was handed over) do not count.
+    """
+    if _state.tracing is None:
+        return _OFF
+    known = [context for context in contexts if context is not None]
+    return _span(_state.tracing.tracer, name, known[0] if known else None, known[1:], attributes)
+
+
 def data_plane_span(
     path: str, direction: str, size_bytes: int, lease_id: int, *, parent: Context | None = None
 ) -> AbstractContextManager[SpanHandle]:

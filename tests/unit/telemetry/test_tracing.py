@@ -263,6 +263,22 @@ def test_a_batch_links_to_the_requests_it_serves(spans):
     assert [link.context.trace_id for link in spans()[0].links] == [1, 2]
 
 
+def test_a_batch_continues_the_first_trace_and_links_the_others(spans):
+    first, second = (
+        tracing.context_from_headers({"traceparent": f"00-{n:032x}-{n:016x}-01"}) for n in (1, 2)
+    )
+    with tracing.batch_span("kvwire.store", [None, first, second], jobs=3):
+        pass
+    with tracing.batch_span("kvwire.store", [None]):
+        pass
+    joined, alone = spans()
+    assert joined.context.trace_id == 1
+    assert [link.context.trace_id for link in joined.links] == [2]
+    assert joined.attributes["kvwire.jobs"] == 3
+    assert alone.parent is None
+    assert not alone.links
+
+
 def test_a_failure_is_told_and_passes_through(spans):
     with (
         pytest.raises(TransferFailed),
@@ -287,8 +303,9 @@ import sys
 from kvwire import telemetry
 assert telemetry.client_interceptors("h:1") == [] and telemetry.aio_client_interceptors() == []
 assert telemetry.current_context() is None and telemetry.context_from_headers({"traceparent": "x"}) is None
-with telemetry.span("a"), telemetry.data_plane_span("shm", "store", 1, 1) as handle, telemetry.attached(None):
-    handle.set(bytes=1)
+with telemetry.span("a"), telemetry.batch_span("b", [None]), telemetry.attached(None):
+    with telemetry.data_plane_span("shm", "store", 1, 1) as handle:
+        handle.set(bytes=1)
 assert telemetry.headers_from_context() == {}
 loaded = [name for name in sys.modules if name.split(".")[0] in ("opentelemetry", "grpc", "google")]
 assert not loaded, loaded
