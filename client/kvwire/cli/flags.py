@@ -43,8 +43,10 @@ def command_app(name: str, text: str) -> App:
 
 
 def unwrapped(text: str) -> str:
-    """Paragraphs as single lines, which the terminal wraps; indented lines (examples) stay as they are."""
-    return re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    """Paragraphs as single lines, which the terminal wraps; indented lines are examples and stay."""
+    text = re.sub(r"(?<=\S)\n(?=\S)", " ", text)
+    # The help would lose the indentation of a paragraph's first line.
+    return re.sub(r"\n\n(?=  )", "\n\nFor example:\n", text)
 
 
 def with_settings(cls: type[S], section: str) -> Callable[[Callable[Concatenate[S, P], R]], Callable[..., R]]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 TEXT = """Which settings hold, and where each comes from.
 
-For example:
   kvwire config show
   KVWIRE_L1_SIZE=8GiB kvwire config show server
   kvwire config show server --l1-size 2GiB --config kvwire.yaml -o json"""

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 TEXT = """How much of a prompt has a server cached? Only looks: no session, no lease, no hit counted.
 
-For example:
   kvwire lookup --tokens 1,2,3,4
   kvwire lookup --tokens-file prompt.json --model my-model
   kvwire lookup --text "Once upon a time" --tokenizer ./my-model

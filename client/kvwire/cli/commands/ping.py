@@ -14,7 +14,6 @@ from kvwire.errors import InvalidArgument
 
 TEXT = """Is a server there, and how fast does it answer?
 
-For example:
   kvwire ping --address unix:/run/kvwire.sock
   kvwire ping --address cache-1:7470 --count 100 -o json
 

@@ -16,7 +16,6 @@ if TYPE_CHECKING:
 
 TEXT = """What a server holds, who uses it, and whether it is well.
 
-For example:
   kvwire status
   kvwire status --address unix:/run/kvwire.sock -o json | jq .memory
 
