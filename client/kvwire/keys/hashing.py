@@ -195,7 +195,9 @@ def _packed(tokens: Tokens) -> memoryview:
     view = _flat_buffer(tokens)
     if view is not None and view.format == "B":
         if view.nbytes % TOKEN_BYTES:
-            raise TokensInvalid(f"Packed tokens have {view.nbytes} bytes, no multiple of {TOKEN_BYTES}.")
+            raise TokensInvalid(
+                f"Packed tokens have {view.nbytes} bytes, no multiple of {TOKEN_BYTES}.", length=view.nbytes
+            )
         return view if view.c_contiguous else memoryview(view.tobytes())
     if view is not None and _is_uint32(view):
         return view.cast("B")

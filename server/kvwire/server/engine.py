@@ -127,7 +127,10 @@ class CacheEngine:
         if chunk_size < 1:
             raise InvalidArgument("chunk_size", f"{chunk_size} is not a chunk size")
         if chunk_size != state.chunk_size and (state.sessions.started or len(state.registrations)):
-            raise ResizeRefused(f"Sessions have started with chunk size {state.chunk_size}: it is final.")
+            raise ResizeRefused(
+                f"Sessions have started with chunk size {state.chunk_size}: it is final.",
+                bound_size=state.chunk_size,
+            )
         state.chunk_size = chunk_size
 
     def register(

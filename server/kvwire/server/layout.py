@@ -129,4 +129,4 @@ def _problem_of_object(group: KvGroup, blocks: int) -> str:
 
 
 def _unsupported(problem: str, **metadata: object) -> LayoutUnsupported:
-    return LayoutUnsupported(f"The KV layout cannot be cached: {problem}.", **metadata)
+    return LayoutUnsupported(f"The KV layout cannot be cached: {problem}.", problem=problem, **metadata)

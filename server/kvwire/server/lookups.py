@@ -172,5 +172,5 @@ def _whole_chunks(prompt: Prompt, chunk_size: int) -> int:
         return len(prompt.keys)
     size = len(prompt.tokens or b"")
     if size % TOKEN_BYTES:
-        raise TokensInvalid(f"Packed tokens have {size} bytes, no multiple of {TOKEN_BYTES}.")
+        raise TokensInvalid(f"Packed tokens have {size} bytes, no multiple of {TOKEN_BYTES}.", length=size)
     return size // TOKEN_BYTES // chunk_size

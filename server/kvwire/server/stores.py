@@ -211,8 +211,14 @@ class _Reserving:
 def _named_slots(item: CommitItem, count: int) -> dict[int, bytes]:
     """The slots to publish, each with its checksum. Raises RangeInvalid or InvalidArgument."""
     named = item.slots or range(count)
-    if any(not 0 <= index < count for index in named):
-        raise RangeInvalid(f"Lease {item.lease_id} has {count} slots; one that was named is not among them.")
+    for index in named:
+        if not 0 <= index < count:
+            raise RangeInvalid(
+                f"Lease {item.lease_id} has {count} slots; slot {index} is not among them.",
+                first=index,
+                count=1,
+                limit=count,
+            )
     if not item.checksums:
         return dict.fromkeys(named, b"")
     if len(item.checksums) != len(named) or any(len(c) not in (0, CHECKSUM_BYTES) for c in item.checksums):

@@ -65,9 +65,9 @@ class Targets:
         if first < 0 or count < 1 or first + count > known:
             raise RangeInvalid(
                 f"Chunks {first} to {first + count} are not within the {known} chunks of the session.",
-                first_chunk=first,
-                chunk_count=count,
-                known_chunks=known,
+                first=first,
+                count=count,
+                limit=known,
             )
         parent_key = session.keys[first - 1] if first else b""
         return ChunkRange(
@@ -123,13 +123,16 @@ def plan_objects(ranges: Sequence[ObjectRange], chunks: ChunkRange) -> list[tupl
         if picked.chunk_count < 1 or picked.first_chunk < chunks.first or last > end:
             raise RangeInvalid(
                 f"Chunks {picked.first_chunk} to {last} are not within chunks {chunks.first} to {end}.",
-                first_chunk=picked.first_chunk,
-                chunk_count=picked.chunk_count,
+                first=picked.first_chunk,
+                count=picked.chunk_count,
+                limit=end,
             )
         if not 0 <= picked.group_index < num_groups:
             raise RangeInvalid(
                 f"KV group {picked.group_index} is not one of the {num_groups} of the layout.",
-                group_index=picked.group_index,
+                first=picked.group_index,
+                count=1,
+                limit=num_groups,
             )
         for index in range(picked.first_chunk, last):
             groups_of.setdefault(index, set()).add(picked.group_index)

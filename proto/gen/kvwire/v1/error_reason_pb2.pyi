@@ -56,7 +56,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_ALIGNMENT_TOO_LARGE: _ErrorReason.ValueType  # 8
     """The final chunk size would exceed the limit (INVALID_ARGUMENT).
-    Metadata: alignment, final, maximum.
+    Metadata: alignment, minimum, chunk_size, maximum.
     """
     ERROR_REASON_CHUNK_SIZE_NOT_NEGOTIATED: _ErrorReason.ValueType  # 9
     """No chunk size is bound yet (FAILED_PRECONDITION).
@@ -64,12 +64,13 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_CHUNK_SIZE_INCOMPATIBLE: _ErrorReason.ValueType  # 10
     """The bound chunk size does not fit the caller (FAILED_PRECONDITION).
-    Metadata: bound_size, bound_alignment, bound_by, alignment.
-    Also carries PreconditionFailure.
+    Metadata: bound_size; from NegotiateChunkSize also bound_alignment, bound_by
+    and alignment. Also carries PreconditionFailure.
     """
     ERROR_REASON_BINDING_INCOMPLETE: _ErrorReason.ValueType  # 11
     """A part of the server has not taken over the size (FAILED_PRECONDITION).
-    Metadata: binder, alignment. Repeat with the same alignment.
+    Metadata: binder, pending_size, pending_alignment, bound_by.
+    Repeat with pending_alignment.
     """
     ERROR_REASON_RESIZE_REFUSED: _ErrorReason.ValueType  # 12
     """Sessions have started, the size is fixed for good (FAILED_PRECONDITION).
@@ -89,11 +90,11 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_LAYOUT_CONFLICT: _ErrorReason.ValueType  # 16
     """The namespace is in use with another layout (FAILED_PRECONDITION).
-    Metadata: model, difference.
+    Metadata: engine_id, client_name; of a client that uses it.
     """
     ERROR_REASON_LAYOUT_UNSUPPORTED: _ErrorReason.ValueType  # 17
     """The layout cannot be cached (INVALID_ARGUMENT).
-    Metadata: group, problem.
+    Metadata: problem; group where one is meant.
     """
     ERROR_REASON_DATA_PATH_UNAVAILABLE: _ErrorReason.ValueType  # 18
     """No offered data path works (FAILED_PRECONDITION).
@@ -108,7 +109,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     ERROR_REASON_LEASE_LOST: _ErrorReason.ValueType  # 21
     """The lease ended before the operation (ABORTED). Metadata: lease_id."""
     ERROR_REASON_OBJECT_NOT_FOUND: _ErrorReason.ValueType  # 22
-    """An object is not resident (NOT_FOUND). Metadata: chunk, group."""
+    """An object is not resident (NOT_FOUND). Set by clients. Metadata: chunk, group."""
     ERROR_REASON_OUT_OF_SPACE: _ErrorReason.ValueType  # 23
     """No memory for an object (RESOURCE_EXHAUSTED).
     Metadata: needed, capacity.
@@ -119,7 +120,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_TOO_MANY_SESSIONS: _ErrorReason.ValueType  # 25
     """Too many sessions or registrations (RESOURCE_EXHAUSTED).
-    Metadata: actual, allowed.
+    Metadata: allowed.
     """
     ERROR_REASON_DRAINING: _ErrorReason.ValueType  # 26
     """The server is shutting down (UNAVAILABLE). No metadata."""
@@ -141,7 +142,8 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_CHECKSUM_MISMATCH: _ErrorReason.ValueType  # 31
     """Bytes do not match their checksum (DATA_LOSS).
-    Metadata: chunk, group.
+    Metadata: from CommitStore lease_id and slot, from a reader chunk_index and
+    group_index.
     """
     ERROR_REASON_TOKEN_INVALID: _ErrorReason.ValueType  # 32
     """The bearer token is missing or wrong (UNAUTHENTICATED). No metadata."""
@@ -204,7 +206,7 @@ Metadata: alignment.
 """
 ERROR_REASON_ALIGNMENT_TOO_LARGE: ErrorReason.ValueType  # 8
 """The final chunk size would exceed the limit (INVALID_ARGUMENT).
-Metadata: alignment, final, maximum.
+Metadata: alignment, minimum, chunk_size, maximum.
 """
 ERROR_REASON_CHUNK_SIZE_NOT_NEGOTIATED: ErrorReason.ValueType  # 9
 """No chunk size is bound yet (FAILED_PRECONDITION).
@@ -212,12 +214,13 @@ Call NegotiateChunkSize first. Also carries PreconditionFailure.
 """
 ERROR_REASON_CHUNK_SIZE_INCOMPATIBLE: ErrorReason.ValueType  # 10
 """The bound chunk size does not fit the caller (FAILED_PRECONDITION).
-Metadata: bound_size, bound_alignment, bound_by, alignment.
-Also carries PreconditionFailure.
+Metadata: bound_size; from NegotiateChunkSize also bound_alignment, bound_by
+and alignment. Also carries PreconditionFailure.
 """
 ERROR_REASON_BINDING_INCOMPLETE: ErrorReason.ValueType  # 11
 """A part of the server has not taken over the size (FAILED_PRECONDITION).
-Metadata: binder, alignment. Repeat with the same alignment.
+Metadata: binder, pending_size, pending_alignment, bound_by.
+Repeat with pending_alignment.
 """
 ERROR_REASON_RESIZE_REFUSED: ErrorReason.ValueType  # 12
 """Sessions have started, the size is fixed for good (FAILED_PRECONDITION).
@@ -237,11 +240,11 @@ Metadata: registration_id. Negotiate and register again.
 """
 ERROR_REASON_LAYOUT_CONFLICT: ErrorReason.ValueType  # 16
 """The namespace is in use with another layout (FAILED_PRECONDITION).
-Metadata: model, difference.
+Metadata: engine_id, client_name; of a client that uses it.
 """
 ERROR_REASON_LAYOUT_UNSUPPORTED: ErrorReason.ValueType  # 17
 """The layout cannot be cached (INVALID_ARGUMENT).
-Metadata: group, problem.
+Metadata: problem; group where one is meant.
 """
 ERROR_REASON_DATA_PATH_UNAVAILABLE: ErrorReason.ValueType  # 18
 """No offered data path works (FAILED_PRECONDITION).
@@ -256,7 +259,7 @@ ERROR_REASON_LEASE_UNKNOWN: ErrorReason.ValueType  # 20
 ERROR_REASON_LEASE_LOST: ErrorReason.ValueType  # 21
 """The lease ended before the operation (ABORTED). Metadata: lease_id."""
 ERROR_REASON_OBJECT_NOT_FOUND: ErrorReason.ValueType  # 22
-"""An object is not resident (NOT_FOUND). Metadata: chunk, group."""
+"""An object is not resident (NOT_FOUND). Set by clients. Metadata: chunk, group."""
 ERROR_REASON_OUT_OF_SPACE: ErrorReason.ValueType  # 23
 """No memory for an object (RESOURCE_EXHAUSTED).
 Metadata: needed, capacity.
@@ -267,7 +270,7 @@ Metadata: in_flight, allowed. Also carries RetryInfo.
 """
 ERROR_REASON_TOO_MANY_SESSIONS: ErrorReason.ValueType  # 25
 """Too many sessions or registrations (RESOURCE_EXHAUSTED).
-Metadata: actual, allowed.
+Metadata: allowed.
 """
 ERROR_REASON_DRAINING: ErrorReason.ValueType  # 26
 """The server is shutting down (UNAVAILABLE). No metadata."""
@@ -289,7 +292,8 @@ Metadata: path, seconds.
 """
 ERROR_REASON_CHECKSUM_MISMATCH: ErrorReason.ValueType  # 31
 """Bytes do not match their checksum (DATA_LOSS).
-Metadata: chunk, group.
+Metadata: from CommitStore lease_id and slot, from a reader chunk_index and
+group_index.
 """
 ERROR_REASON_TOKEN_INVALID: ErrorReason.ValueType  # 32
 """The bearer token is missing or wrong (UNAUTHENTICATED). No metadata."""
