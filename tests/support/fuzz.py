@@ -8,6 +8,12 @@ INTEGERS = (0, 1, 2, 3, 4, 1 << 16, (1 << 31) - 1, (1 << 31), (1 << 32) - 1)
 LARGE = (*INTEGERS, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
 TEXTS = ("", "s", "test/model", "m" * 512, "m" * 513, "a\nb", "\0", "ünïcode", "../../x", "9" * 5000)
 BYTES = (b"", b"x", b"k" * 16, b"k" * 32, b"k" * 33, bytes(range(64)), b"\xff" * 4096)
+CHOICES = {
+    Field.TYPE_STRING: TEXTS,
+    Field.TYPE_BYTES: BYTES,
+    Field.TYPE_BOOL: (True, False),
+    Field.TYPE_UINT64: LARGE,
+}
 
 
 class Fuzzer:
@@ -39,18 +45,11 @@ class Fuzzer:
         known = self._known.get(field.name)
         if known and self._random.random() < 0.85:
             return self._random.choice(known)
-        choose = self._random.choice
         if field.type == Field.TYPE_MESSAGE:
             return self.message(kind_of(made, field), depth + 1)
         if field.type == Field.TYPE_ENUM:
-            return choose((*field.enum_type.values_by_number, 99))
-        if field.type == Field.TYPE_STRING:
-            return choose(TEXTS)
-        if field.type == Field.TYPE_BYTES:
-            return choose(BYTES)
-        if field.type == Field.TYPE_BOOL:
-            return choose((True, False))
-        return choose(LARGE if field.type == Field.TYPE_UINT64 else INTEGERS)
+            return self._random.choice((*field.enum_type.values_by_number, 99))
+        return self._random.choice(CHOICES.get(field.type, INTEGERS))
 
 
 def kind_of(made, field):

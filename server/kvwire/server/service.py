@@ -100,9 +100,10 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         if request.registration_id:
             known = self._engine.ping(request.registration_id, self._core.now())
             state = cache.REGISTRATION_STATE_KNOWN if known else cache.REGISTRATION_STATE_UNKNOWN
+        bound = self._core.binding.bound
         return cache.PingResponse(
             header=self._core.header,
-            chunk_size=self._engine.chunk_size,
+            chunk_size=bound.chunk_size if bound else 0,
             registration=state,
             draining=self._core.guard.draining,
         )

@@ -98,7 +98,7 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """
     ERROR_REASON_DATA_PATH_UNAVAILABLE: _ErrorReason.ValueType  # 18
     """No offered data path works (FAILED_PRECONDITION).
-    Metadata: offered, and one entry per path with the cause.
+    Metadata: offered; beside it one entry per path with the cause.
     """
     ERROR_REASON_SESSION_UNKNOWN: _ErrorReason.ValueType  # 19
     """The session ended, expired, or never was (NOT_FOUND).
@@ -248,7 +248,7 @@ Metadata: problem; group where one is meant.
 """
 ERROR_REASON_DATA_PATH_UNAVAILABLE: ErrorReason.ValueType  # 18
 """No offered data path works (FAILED_PRECONDITION).
-Metadata: offered, and one entry per path with the cause.
+Metadata: offered; beside it one entry per path with the cause.
 """
 ERROR_REASON_SESSION_UNKNOWN: ErrorReason.ValueType  # 19
 """The session ended, expired, or never was (NOT_FOUND).
