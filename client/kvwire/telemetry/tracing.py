@@ -179,8 +179,8 @@ def aio_client_interceptors(address: str = "") -> list[grpc.aio.ClientIntercepto
 
 
 def current_context() -> Context | None:
-    """What a worker thread needs to continue this thread's trace. None while tracing is off."""
-    if _state.tracing is None:
+    """What a worker thread needs to continue this thread's trace. None while there is no trace."""
+    if current_ids() is None:
         return None
     from opentelemetry import context
 

@@ -236,6 +236,7 @@ async def test_life_signs_and_unknown_methods_make_no_server_span(spans):
 def test_a_request_of_the_engine_continues_in_worker_threads(spans):
     headers = {"Traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
     parent = tracing.context_from_headers(headers)
+    assert tracing.current_context() is None
     with tracing.span("kvwire.retrieve", parent=parent, request_id="r1"):
         handed_over = tracing.current_context()
 
