@@ -46,10 +46,10 @@ SHELF = [prompt(length, seed=length) for length in LENGTHS]
 class Server:
     """A `kvwire server` process on a socket file."""
 
-    def __init__(self, folder, *flags, chunk_size=CHUNK):
+    def __init__(self, folder, *flags, chunk_size=CHUNK, l1_size="64MiB"):
         self.address = f"unix:{folder / 'kvwire.sock'}"
         self._log = folder / "server.log"
-        self._flags = ("--chunk-size", str(chunk_size), "--l1-size", "64MiB", *flags)
+        self._flags = ("--chunk-size", str(chunk_size), "--l1-size", l1_size, *flags)
         self._process = None
         self.start()
 

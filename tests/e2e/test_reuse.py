@@ -64,7 +64,7 @@ def zero_what_is_loaded(running, monkeypatch):
     monkeypatch.setattr(worker.side, "_collect", collect_zeroes)
 
 
-def test_a_server_whose_memory_goes_bad_is_not_believed(server, baseline):
+def test_a_server_whose_memory_goes_bad_is_not_believed(server, baseline, caplog):
     """Zeroes in the server's memory: whoever checks what it reads computes it again."""
     prompts = SHELF[:4]
     right = baseline("gemma3", *prompts)
@@ -81,6 +81,7 @@ def test_a_server_whose_memory_goes_bad_is_not_believed(server, baseline):
     with engine("gemma3", server, extra={"data_path": "inline"}) as second:
         answers = second.run(*prompts)
         assert [answer.tokens for answer in answers] == right
+    assert "checksum" in caplog.text
 
 
 def owns(server, path):
@@ -105,7 +106,7 @@ def test_bl23_overlap_with_the_engines_own_prefix_cache(model, library, baseline
     prompts = SHELF[:2]
     right = baseline(model, *prompts)
     with engine(model, library(model), enable_prefix_caching=True) as second:
-        # Prompts that leave the shelf's in the middle of a chunk: the engine has three blocks of it afterwards.
+        # They leave the shelf's prompts inside a chunk: the engine has three blocks of those afterwards.
         heads = [tokens[:110] + prompt(20, seed=1) for tokens in prompts]
         assert [answer.cached for answer in second.run(*heads)] == [CHUNK, CHUNK]
         answers = second.run(*prompts)
