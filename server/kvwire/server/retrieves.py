@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from kvwire.server.registry import Registration
     from kvwire.server.state import EngineState
     from kvwire.server.store import Chunk, StoredObject
-    from kvwire.server.targets import ChunkRange, Targets
+    from kvwire.server.targets import Targets
 
 
 class Retrieves:
@@ -31,7 +31,7 @@ class Retrieves:
         except KvwireError as error:
             self._state.counters.fail(error.reason)
             return RetrieveGrant(0, 0.0, (), (), error)
-        present = self._refresh(chunks)
+        present, _ = self._state.store.refresh_chain(chunks.space, chunks.before, chunks.keys)
         slots: list[ReadSlot] = []
         missing: list[MissingObject] = []
         objects: list[StoredObject] = []
@@ -78,13 +78,6 @@ class Retrieves:
         counters.retrieved_objects += len(lease.objects)
         counters.retrieved_bytes[path] = counters.retrieved_bytes.get(path, 0) + size
         return True
-
-    def _refresh(self, chunks: ChunkRange) -> list[Chunk | None]:
-        store = self._state.store
-        present = [store.get(key, chunks.space) for key in chunks.keys]
-        ancestry = store.tree.ancestry(store.get(chunks.parent_key, chunks.space))
-        store.refresh([*ancestry, *present])
-        return present
 
 
 def _resident(chunk: Chunk | None, rank: int, group: int) -> StoredObject | None:

@@ -85,10 +85,8 @@ class Stores:
         except KvwireError as error:
             self._state.counters.fail(error.reason)
             return StoreGrant(0, 0.0, (), error)
-        store = self._state.store
-        ancestry = store.tree.ancestry(store.get(chunks.parent_key, chunks.space))
-        present = [store.get(key, chunks.space) for key in chunks.keys]
-        return _Opened(chunks, plan, store.refresh([*ancestry, *present]))
+        _, tail_stamp = self._state.store.refresh_chain(chunks.space, chunks.before, chunks.keys)
+        return _Opened(chunks, plan, tail_stamp)
 
     def _check_sizes(self, chunks: ChunkRange, plan: list[tuple[int, Sequence[int]]]) -> None:
         sizes = chunks.space.shards.object_bytes

@@ -24,13 +24,18 @@ _MAX_TAILS: Final = 4096
 
 @dataclass(frozen=True, slots=True)
 class ChunkRange:
-    """Consecutive chunks of a prompt. `parent_key` is empty for a head and when it is not known."""
+    """Consecutive chunks of a prompt, from chunk `first` on, and the known keys right `before` them."""
 
     space: Space
     keys: Sequence[bytes]
     first: int
-    parent_key: bytes
+    before: Sequence[bytes]
     tokens: bytes = b""
+
+    @property
+    def parent_key(self) -> bytes:
+        """Empty for a head and when it is not known."""
+        return self.before[-1] if self.before else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,10 +74,8 @@ class Targets:
                 count=count,
                 limit=known,
             )
-        parent_key = session.keys[first - 1] if first else b""
-        return ChunkRange(
-            session.space, session.keys[first : first + count], first, parent_key, session.tokens
-        )
+        keys = session.keys
+        return ChunkRange(session.space, keys[first : first + count], first, keys[:first], session.tokens)
 
     def _by_keys(self, registration: Registration, target: KeyedChunks, now: float) -> ChunkRange:
         if not target.keys or any(len(key) != DIGEST_SIZE for key in target.keys):
@@ -83,26 +86,29 @@ class Targets:
         if space is None:
             raise InvalidArgument("namespace", "is not the one of this registration")
         _check_base(registration, space)
-        parent_key = self._parent_of(registration, target, space, now)
-        return ChunkRange(space, target.keys, target.first_chunk, parent_key)
+        before = self._keys_before(registration, target, space, now)
+        return ChunkRange(space, target.keys, target.first_chunk, before)
 
-    def _parent_of(self, registration: Registration, target: KeyedChunks, space: Space, now: float) -> bytes:
+    def _keys_before(
+        self, registration: Registration, target: KeyedChunks, space: Space, now: float
+    ) -> Sequence[bytes]:
         if not target.session_id:
-            return b""
+            return ()
         session = self._session(registration, target.session_id, now)
         if session is not None and session.space is space and target.first_chunk <= len(session.keys):
             return _extend(session, target)
         return self._continue_tail(registration.client.engine_id, target, space)
 
-    def _continue_tail(self, engine_id: str, target: KeyedChunks, space: Space) -> bytes:
+    def _continue_tail(self, engine_id: str, target: KeyedChunks, space: Space) -> Sequence[bytes]:
         name = (engine_id, target.session_id)
         tail = self._tails.pop(name, None)
         next_chunk = target.first_chunk + len(target.keys)
         self._tails[name] = _Tail(space, next_chunk, target.keys[-1])
         if len(self._tails) > _MAX_TAILS:
             self._tails.popitem(last=False)
-        continues = tail is not None and tail.space is space and tail.next_chunk == target.first_chunk
-        return tail.last_key if tail is not None and continues else b""
+        if tail is None or tail.space is not space or tail.next_chunk != target.first_chunk:
+            return ()
+        return (tail.last_key,)
 
     def _session(self, registration: Registration, session_id: str, now: float) -> Session | None:
         session = self._state.sessions.get(registration.client.engine_id, session_id)
@@ -139,13 +145,13 @@ def plan_objects(ranges: Sequence[ObjectRange], chunks: ChunkRange) -> list[tupl
     return [(index, sorted(groups_of[index])) for index in sorted(groups_of)]
 
 
-def _extend(session: Session, target: KeyedChunks) -> bytes:
+def _extend(session: Session, target: KeyedChunks) -> Sequence[bytes]:
     first = target.first_chunk
     known = session.keys[first : first + len(target.keys)]
     if tuple(known) != target.keys[: len(known)]:
         raise InvalidArgument("keys", f"are not those of session {session.session_id!r} at chunk {first}")
     session.keys += target.keys[len(known) :]
-    return session.keys[first - 1] if first else b""
+    return session.keys[:first]
 
 
 def _check_base(registration: Registration, space: Space) -> None:

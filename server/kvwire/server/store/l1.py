@@ -90,6 +90,17 @@ class L1Store:
                 chunk.stamp = stamp
         return stamps.stop + 1
 
+    def refresh_chain(
+        self, space: Space, before: Sequence[bytes], keys: Sequence[bytes]
+    ) -> tuple[list[Chunk | None], int]:
+        """`refresh` for a range of a prompt, with what is there of the chain `before` it.
+
+        Returns the chunks of `keys`, and the earliest stamp. A gap in the chain does not make its head older.
+        """
+        nearest = next((found for key in reversed(before) if (found := self.get(key, space))), None)
+        present = [self.get(key, space) for key in keys]
+        return present, self.refresh([*self.tree.ancestry(nearest), *present])
+
     def fits(self, size: int) -> bool:
         """Whether an object of this size could ever be stored."""
         return self.allocator.rounded(size) <= self.allocator.capacity
