@@ -6,11 +6,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.client.aio import AsyncClient
-from kvwire.client.attach import AttachStream
 from kvwire.client.channel import MAX_MESSAGE_BYTES, Target, TlsConfig, parse_target
 from kvwire.client.client import Client
 from kvwire.client.deadlines import DEADLINES
 from kvwire.client.layout import GroupKind, KvGroup, KvLayout, blocks_per_object
+from kvwire.client.streams import AttachStream
 from kvwire.client.types import (
     AttachEvent,
     ChunkRange,

@@ -16,7 +16,8 @@ from kvwire.client.connection import AioConnection
 from kvwire.client.deadlines import Deadlines
 from kvwire.client.state import ClientState
 from kvwire.client.status import RETRY_DELAY_S, from_rpc_error
-from kvwire.errors import DeadlineExceeded, KvwireError, Unavailable
+from kvwire.client.streams import silent
+from kvwire.errors import KvwireError, Unavailable
 from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import cache_service_pb2 as pb
 
@@ -107,11 +108,7 @@ class AsyncClient:
         seconds = self.deadlines["Attach"]
         stream = self._stub().Attach(pb.AttachRequest(registration_id=registration_id))
         try:
-            try:
-                reply = await asyncio.wait_for(stream.read(), seconds)
-            except TimeoutError:
-                message = f"Attach was not answered within {seconds:g} s."
-                raise DeadlineExceeded(message, method="Attach", seconds=seconds) from None
+            reply = await _read(stream, "Attach", seconds)
             while reply is not grpc.aio.EOF:
                 self.state.see(reply.header.incarnation)
                 yield calls.attach_event(reply)
@@ -238,9 +235,11 @@ class AsyncClient:
         request = pb.SubscribeKvEventsRequest(resume_after=resume_after)
         if namespace is not None:
             request.namespace.CopyFrom(calls.namespace_message(namespace))
+        seconds = self.deadlines["SubscribeKvEvents"]
         stream = self._stub().SubscribeKvEvents(request)
         try:
-            async for reply in stream:
+            while (reply := await _read(stream, "SubscribeKvEvents", seconds)) is not grpc.aio.EOF:
+                self.state.see(reply.header.incarnation)
                 yield calls.kv_events(reply)
         except grpc.RpcError as exc:
             raise self._error(exc, "SubscribeKvEvents", None) from None
@@ -340,3 +339,10 @@ class AsyncClient:
         for part in split.batches(items, self.state.limits):
             results.extend(await self._send(make(part), timeout))
         return results
+
+
+async def _read(stream: Any, method: str, seconds: float) -> Any:
+    try:
+        return await asyncio.wait_for(stream.read(), seconds)
+    except TimeoutError:
+        raise silent(method, seconds) from None

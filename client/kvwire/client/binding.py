@@ -125,6 +125,8 @@ class PathRegistrar:
         layout = self._spec.layout(chunk_size)
         layout.validate(chunk_size)
         _check_memory(layout, memory)
+        if not self._path and layout.coarseness():
+            logger.warning("kvwire: %s", layout.coarseness())
         registration_id, end, candidate = self._agree(client, layout, chunk_size)
         lane = Lane(client, registration_id, layout, LivePath(end, self._on_dead), memory.groups)
         self._swap(_Binding(lane, candidate))

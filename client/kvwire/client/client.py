@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
 
 import grpc
 
-from kvwire.client import calls, split, types
-from kvwire.client.attach import AttachStream
+from kvwire.client import calls, split, streams, types
 from kvwire.client.channel import ChannelConfig, TlsConfig, parse_target
 from kvwire.client.connection import Connection
 from kvwire.client.deadlines import Deadlines
@@ -110,11 +109,11 @@ class Client:
     def unregister(self, registration_id: int, *, timeout: float | None = None) -> None:
         self._send(calls.unregister(registration_id), timeout)
 
-    def attach(self, registration_id: int) -> AttachStream:
+    def attach(self, registration_id: int) -> streams.AttachStream:
         """The stream that a registered client holds open for life. Only its first event has a deadline."""
         request = pb.AttachRequest(registration_id=registration_id)
         stream = self._stub().Attach(request)
-        return AttachStream(stream, self.state, self._error, self.deadlines["Attach"])
+        return streams.AttachStream(stream, self.state, self._error, self.deadlines["Attach"])
 
     def ping(self, registration_id: int = 0, *, timeout: float | None = None) -> types.Pong:
         return self._send(calls.ping(registration_id), timeout)
@@ -242,19 +241,16 @@ class Client:
 
     def subscribe_kv_events(
         self, namespace: Namespace | None = None, *, resume_after: int = 0
-    ) -> Iterator[types.KvEvents]:
-        """What is stored and removed, without an end: close the generator to stop."""
+    ) -> Generator[types.KvEvents]:
+        """What is stored and removed, without an end: close the generator to stop.
+
+        Its deadline is for the time between two messages; a server that has no news sends signs of life.
+        """
         request = pb.SubscribeKvEventsRequest(resume_after=resume_after)
         if namespace is not None:
             request.namespace.CopyFrom(calls.namespace_message(namespace))
         stream = self._stub().SubscribeKvEvents(request)
-        try:
-            for reply in stream:
-                yield calls.kv_events(reply)
-        except grpc.RpcError as exc:
-            raise self._error(exc, "SubscribeKvEvents", None) from None
-        finally:
-            stream.cancel()
+        return streams.kv_events(stream, self.state, self._error, self.deadlines["SubscribeKvEvents"])
 
     def status(self, *, timeout: float | None = None) -> admin_pb.GetStatusResponse:
         """The state of the server, as the message of the contract."""

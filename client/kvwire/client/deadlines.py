@@ -16,6 +16,8 @@ PING_S: Final = 2.0
 ADMIN_S: Final = 10.0
 ATTACH_S: Final = 5.0
 """For the first event of Attach. The stream itself is held open for life: heartbeats watch it."""
+QUIET_S: Final = 45.0
+"""Between two messages of SubscribeKvEvents: a server without news sends a sign of life every 15 s."""
 
 DEADLINES: Final[Mapping[str, float]] = MappingProxyType(
     {
@@ -34,7 +36,7 @@ DEADLINES: Final[Mapping[str, float]] = MappingProxyType(
         "WriteChunks": DATA_S,
         "ReadChunks": DATA_S,
         "EndSession": CONTROL_S,
-        "SubscribeKvEvents": CONTROL_S,
+        "SubscribeKvEvents": QUIET_S,
         "GetStatus": ADMIN_S,
         "ListSessions": ADMIN_S,
         "ListObjects": ADMIN_S,
@@ -47,7 +49,7 @@ DEADLINES: Final[Mapping[str, float]] = MappingProxyType(
         "Evict": ADMIN_S,
     }
 )
-"""Seconds by the name of the RPC. For the streams that stay open, the time until they answer at all."""
+"""Seconds by the name of the RPC."""
 
 READS: Final = frozenset({"Ping", "GetStatus", "ListSessions", "ListObjects", "GetQuota"})
 """Calls that change nothing: repeated once when the server was UNAVAILABLE. So is a Lookup without a

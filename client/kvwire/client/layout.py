@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum
+from math import lcm
+from typing import Final
 
 from kvwire.errors import LayoutUnsupported
 from kvwire.v1 import layout_pb2 as pb
+
+_COARSE: Final = 4
+"""An alignment of so many of the largest blocks is worth a word."""
 
 
 class GroupKind(IntEnum):
@@ -53,6 +58,22 @@ class KvLayout:
             problem = _problem(group, chunk_size)
             if problem:
                 raise LayoutUnsupported(f"KV group {index}: {problem}.", group=index, problem=problem)
+
+    @property
+    def alignment(self) -> int:
+        """What every chunk boundary is a multiple of, in tokens."""
+        return lcm(*(group.span_tokens for group in self.groups))
+
+    def coarseness(self) -> str:
+        """A warning where the block sizes of the groups fit together badly, or an empty string."""
+        largest = max(group.span_tokens for group in self.groups)
+        if self.alignment <= _COARSE * largest:
+            return ""
+        spans = sorted({group.span_tokens for group in self.groups})
+        return (
+            f"blocks of {spans} tokens have only multiples of {self.alignment} tokens in common, so prompts "
+            "are cached in chunks that large: block sizes that share factors make smaller ones"
+        )
 
     def to_message(self) -> pb.KvLayout:
         return pb.KvLayout(

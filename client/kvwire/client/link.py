@@ -20,8 +20,8 @@ from kvwire.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvwire.client.attach import AttachStream
     from kvwire.client.client import Client
+    from kvwire.client.streams import AttachStream
     from kvwire.client.types import Pong
 
 logger = logging.getLogger(__name__)
@@ -113,7 +113,7 @@ class Link:
     def is_healthy(self) -> bool:
         """Checked and good. Without a running monitor nothing is healthy."""
         loop = self._loop
-        return self._state is LinkState.HEALTHY and loop is not None and loop.is_running
+        return self.is_usable and loop is not None and loop.is_running
 
     @property
     def is_usable(self) -> bool:
@@ -153,7 +153,7 @@ class Link:
 
     def unusable(self) -> Unavailable:
         return Unavailable(
-            f"The kvwire server at {self.client.target} is not used: {self.degraded_reason}.",
+            f"The kvwire server at {self.client.target} is not used: {self.degraded_reason.rstrip('.')}.",
             address=self.client.target,
         )
 
@@ -214,6 +214,10 @@ class Link:
         except KvwireError as error:
             self._error = error
             self._degrade(str(error))
+        except Exception as error:
+            # A fault of this library, or of a layout that it was given: the loop must go on, unhealthy.
+            logger.exception("kvwire: connecting to %s failed", self.client.target)
+            self._degrade(f"connecting failed in this process: {error!r}")
         finally:
             self._tried.set()
 
@@ -255,6 +259,10 @@ class Link:
         with self._recovering:
             if self._state is LinkState.HEALTHY:
                 return
+            # What is set up anew ends the registration that the old stream stands for.
+            before, self._attach = self._attach, None
+            if before is not None:
+                before.cancel()
             negotiated = self.client.negotiate(self._alignment)
             if self.chunk_size and negotiated.chunk_size != self.chunk_size:
                 raise ChunkSizeIncompatible(
@@ -302,9 +310,7 @@ class Link:
             attached.set()
             self._attach_ended(stream, error)
 
-        before, self._attach = self._attach, stream
-        if before is not None:
-            before.cancel()
+        self._attach = stream
         threading.Thread(target=watch, name=f"kvwire-attach {self.client.target}", daemon=True).start()
         attached.wait(self.client.deadlines["Attach"] + _FAREWELL_S)
         if ended:

@@ -9,6 +9,7 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire.client import forks
 from kvwire.client.health import HEARTBEAT_S
 from kvwire.client.link import START_S, Link
 from kvwire.client.types import Registration, ReleaseItem, Role
@@ -53,18 +54,23 @@ class _SchedulerRegistrar:
         self._name = name
         self._client_id = os.urandom(CLIENT_ID_BYTES)
         self._pid = os.getpid()
+        self._warned = False
 
     def register(self, client: Client, chunk_size: int) -> int:
         if self._layout is None:
             return 0
         if self._pid != os.getpid():
             self._pid, self._client_id = os.getpid(), os.urandom(CLIENT_ID_BYTES)
+        layout = layout_for(self._layout, chunk_size)
+        if layout.coarseness() and not self._warned:
+            self._warned = True
+            logger.warning("kvwire: %s", layout.coarseness())
         what = Registration(
             client_id=self._client_id,
             engine_id=self._engine_id,
             role=Role.SCHEDULER,
             namespace=self._namespace,
-            layout=layout_for(self._layout, chunk_size),
+            layout=layout,
             chunk_size=chunk_size,
             client_name=self._name,
         )
@@ -121,10 +127,18 @@ class SchedulerAdapter:
         self._client = options.client()
         registrar = _SchedulerRegistrar(layout, options.namespace, options.engine_id, options.client_name)
         self._link = Link(self._client, options.alignment, registrar, interval=options.heartbeat_interval)
+        self._forget()
+        forks.watch(self)
+        self._link.start(start_wait)
+
+    def after_fork(self) -> None:
+        """What is under way is the parent's."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._answered = threading.Condition()
         self._lookups: dict[str, _Lookup] = {}
         self._leases: dict[str, tuple[int, int]] = {}
-        self._link.start(start_wait)
 
     @property
     def is_healthy(self) -> bool:

@@ -7,6 +7,7 @@ from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire.client import forks
 from kvwire.client.pipeline import Task
 
 if TYPE_CHECKING:
@@ -93,14 +94,20 @@ class TransferQueue:
 
     def __init__(self, run: Callable[[Kind, list[Transfer]], None], threads: int, name: str) -> None:
         self._run = run
+        self._names = [f"{name}-{index}" for index in range(threads)]
+        self._closed = False
+        self._forget()
+        forks.watch(self)
+
+    def after_fork(self) -> None:
+        """What is under way is the parent's."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._changed = threading.Condition()
         self._lines: dict[str, deque[Transfer]] = {}
         self._ready: dict[Kind, deque[Transfer]] = {kind: deque() for kind in Kind}
-        self._closed = False
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True)
-            for index in range(threads)
-        ]
+        self._threads = [threading.Thread(target=self._work, name=name, daemon=True) for name in self._names]
         self._started = False
 
     def submit(self, transfers: Sequence[Transfer]) -> bool:

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire import telemetry
+from kvwire.client import forks
 from kvwire.client.binding import CacheSpec
 from kvwire.client.cache import KvCache, layout_of
 from kvwire.client.health import HEARTBEAT_S
@@ -42,6 +43,7 @@ COPY_THREADS: Final = 2
 """So that a load need not wait for a store that has begun."""
 _COMPLAIN_S: Final = 60.0
 _SHUTDOWN_S: Final = 5.0
+_HURRY_S: Final = 0.5
 _NO_JOB: Final = TransferJob(SessionRange("", 0, 0), ())
 
 
@@ -106,6 +108,16 @@ class WorkerAdapter:
         )
         self._cache = KvCache(options.client(), spec, interval=options.heartbeat_interval)
         self._queue = TransferQueue(self._run, threads, f"kvwire-copy-{kv_rank}")
+        self._complained: dict[str, float] = {}
+        self._forget()
+        forks.watch(self)
+        self._cache.start(start_wait)
+
+    def after_fork(self) -> None:
+        """What is under way is the parent's."""
+        self._forget()
+
+    def _forget(self) -> None:
         self._done = threading.Condition()
         self._open: dict[Kind, Counter[str]] = {kind: Counter() for kind in Kind}
         self._stores: set[Transfer] = set()
@@ -114,8 +126,6 @@ class WorkerAdapter:
         self._new_failures: dict[str, set[int]] = {}
         self._failed_requests: set[str] = set()
         self._failed_blocks: set[int] = set()
-        self._complained: dict[str, float] = {}
-        self._cache.start(start_wait)
 
     @property
     def is_healthy(self) -> bool:
@@ -228,7 +238,8 @@ class WorkerAdapter:
     def shutdown(self) -> None:
         """End what runs, drop what waits, leave the server. Idempotent."""
         closed = Unavailable("The adapter was shut down.")
-        for transfer in self._queue.close(_SHUTDOWN_S):
+        # A server that hangs is not waited for: closing the cache ends what hangs in it.
+        for transfer in self._queue.close(_SHUTDOWN_S if self.is_healthy else _HURRY_S):
             self._finish(transfer, closed)
         self._cache.close()
 

@@ -11,6 +11,7 @@ from kvwire.client import (
     Client,
     CommitItem,
     EndRetrieveItem,
+    EventKind,
     GroupKind,
     KvGroup,
     KvLayout,
@@ -26,6 +27,7 @@ from kvwire.client import (
 from kvwire.errors import Unavailable
 from kvwire.keys import Namespace
 from kvwire.v1 import cache_service_pb2 as pb
+from kvwire.v1 import event_pb2
 from support.fake_server import fake_server
 
 NAMESPACE = Namespace("m")
@@ -366,3 +368,35 @@ def test_reset_ends_calls_in_flight_and_connects_again(server, client):
     client.reset()
     assert isinstance(future.exception(2), Unavailable)
     assert client.ping().chunk_size == 8
+
+
+def kv_event_replies(*pauses):
+    def subscribe(_request, context):
+        for sequence, pause in enumerate(pauses, start=1):
+            time.sleep(pause)
+            if context.is_active():
+                event = event_pb2.CacheEvent(kind=event_pb2.CACHE_EVENT_KIND_STORE, chunk_key=b"k" * 32)
+                unknown = event_pb2.CacheEvent(chunk_key=b"k" * 32)
+                unknown.MergeFromString(b"\x08\x63")  # kind 99
+                yield pb.SubscribeKvEventsResponse(sequence=sequence, events=[event, unknown])
+
+    return subscribe
+
+
+def test_bl64_events_of_an_unknown_kind_do_not_end_the_stream(server, client):
+    server.SubscribeKvEvents = kv_event_replies(0, 0)
+    server.restart()
+    got = list(client.subscribe_kv_events())
+    assert [each.sequence for each in got] == [1, 2]
+    assert [event.kind for event in got[0].events] == [EventKind.STORE, EventKind.UNKNOWN]
+
+
+def test_a_stream_that_goes_quiet_ends(server):
+    server.SubscribeKvEvents = kv_event_replies(0, 0.2, 0.2, 1.5)
+    server.restart()
+    with Client(server.address, deadlines={"SubscribeKvEvents": 0.5}) as client:
+        got = []
+        start = time.monotonic()
+        with pytest.raises(errors.DeadlineExceeded, match=r"said nothing for 0\.5 s"):
+            got.extend(each.sequence for each in client.subscribe_kv_events())
+        assert time.monotonic() - start < 1.5

@@ -316,3 +316,34 @@ def test_a_start_does_not_wait_longer_than_told(server, make):
     assert not link.is_usable
     with pytest.raises(errors.Unavailable, match="not been reached"):
         link.require()
+
+
+def test_bl61_a_child_starts_anew(server, make):
+    """What a child does after a fork, without one: everything is forgotten, and the first use connects."""
+    link = make(interval=30)
+    link.start()
+    parents, stream, loop = link.registration_id, link._attach, link._loop
+    link.after_fork()
+    assert not link.is_usable
+    assert link.registration_id == 0
+    link.ensure()
+    assert link.registration_id != parents
+    assert link.is_healthy
+    stream.cancel()
+    loop.remove(link)
+
+
+def test_a_fault_of_a_layout_degrades_and_does_not_end_the_loop(server, make):
+    link = make(interval=0.05)
+    link.start()
+    register = link._registrar.register
+
+    def faulty(client, chunk_size):
+        if chunk_size:
+            raise ZeroDivisionError("of the layout")
+
+    link._registrar.register = faulty
+    server.drop_registrations()
+    eventually(lambda: "ZeroDivisionError" in link.degraded_reason)
+    link._registrar.register = register
+    eventually(lambda: link.is_healthy)

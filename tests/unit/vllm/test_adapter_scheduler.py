@@ -108,7 +108,7 @@ def test_submitting_and_checking_never_waits(server, make):
     for i in range(50):
         adapter.maybe_submit_lookup_request(str(i), tokens=range(16))
         adapter.check_lookup_result(str(i))
-    assert time.monotonic() - start < 0.3
+    assert time.monotonic() - start < 1.0
     server.hold["Lookup"].set()
 
 
@@ -126,7 +126,7 @@ def test_bl32_after_the_first_timeout_lookups_cost_nothing(server, make):
     for i in range(100):
         adapter.maybe_submit_lookup_request(str(i), tokens=range(16))
         assert adapter.check_lookup_result(str(i)) == 0
-    assert time.monotonic() - start < 0.2
+    assert time.monotonic() - start < 0.4
     assert "did not end within" in adapter.degraded_reason
     for event in server.hold.values():
         event.set()

@@ -299,7 +299,7 @@ def test_a_degraded_server_drops_stores_and_fails_loads_at_once(server, make):
         load = adapter.submit_retrieve_request(f"l{i}", op(1, 20), Event())
         assert load.done()
         assert load.failed_block_ids == {20, 21}
-    assert time.monotonic() - start < 0.3
+    assert time.monotonic() - start < 1.0
     assert adapter.get_finished({"s1"})[0] == {"s1"}
     server.start()
     wait_until(lambda: adapter.is_healthy)
