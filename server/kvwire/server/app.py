@@ -40,7 +40,9 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvwire.server")
 
 SERVICES: Final = ("kvwire.v1.CacheService", "kvwire.v1.AdminService", "kvwire.v1.PeerService")
-KEEPALIVE_MS: Final = 5000
+KEEPALIVE_MS: Final = 5_000
+ANSWER_MS: Final = 10_000
+"""For a client's gRPC to answer a ping; one that hangs longer has lost its connection."""
 
 
 class CacheServer:
@@ -202,7 +204,10 @@ def _options(config: ServerConfig) -> list[tuple[str, Any]]:
         ("grpc.so_reuseport", 0),
         # A peer that vanished without closing is noticed, and its Attach stream ends.
         ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", ANSWER_MS),
+        # gRPC measures bandwidth with pings of its own: one without an answer would hold keepalive up for a
+        # minute.
+        ("grpc.http2.ping_timeout_ms", ANSWER_MS),
         ("grpc.http2.min_ping_interval_without_data_ms", 1000),
         ("grpc.keepalive_permit_without_calls", 1),
     ]
