@@ -6,6 +6,7 @@ import asyncio
 import uuid
 from typing import TYPE_CHECKING, Any, Final, Self, TypedDict
 
+from kvwire import telemetry
 from kvwire.client.binding import CacheSpec, PathRegistrar
 from kvwire.client.fingerprint import layout_fingerprint
 from kvwire.client.health import HEARTBEAT_S
@@ -158,14 +159,16 @@ class KvCache:
     def run_stores(self, tasks: Sequence[Task]) -> list[StoreResult]:
         """As `store`, for tasks that may be withdrawn. Raises Unavailable while the server is not used."""
         self.link.ensure()
-        with self._registrar.use() as lane:
+        traces = [task.trace for task in tasks]
+        with self._registrar.use() as lane, telemetry.batch_span("kvwire.store", traces, jobs=len(tasks)):
             results = StoreRun(lane, tasks).run()
         self._report(results)
         return results
 
     def run_retrieves(self, tasks: Sequence[Task]) -> list[RetrieveResult]:
         self.link.ensure()
-        with self._registrar.use() as lane:
+        traces = [task.trace for task in tasks]
+        with self._registrar.use() as lane, telemetry.batch_span("kvwire.retrieve", traces, jobs=len(tasks)):
             results = RetrieveRun(lane, tasks).run()
         self._report(results)
         return results

@@ -138,9 +138,14 @@ class Lane:
         lease = ticket.expires_in.ToTimedelta().total_seconds()
         return min(self.client.deadlines[method], lease) if lease > 0 else self.client.deadlines[method]
 
-    def span(self, direction: str, ticket: Ticket, task: Task) -> AbstractContextManager[object]:
+    def span(
+        self, direction: str, ticket: Ticket, task: Task, *, shared: bool
+    ) -> AbstractContextManager[object]:
+        """The transfer in the task's own trace, also when the batch around it serves several."""
         size = sum(slot.size_bytes for slot in ticket.slots)
-        return telemetry.data_plane_span(self.path.name, direction, size, ticket.lease_id, parent=task.trace)
+        return telemetry.data_plane_span(
+            self.path.name, direction, size, ticket.lease_id, parent=task.trace if shared else None
+        )
 
 
 def cancelled() -> TransferFailed:

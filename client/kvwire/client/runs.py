@@ -84,7 +84,7 @@ class StoreRun:
     def _write(self, part: Part, ticket: Ticket, seconds: float) -> CommitItem | None:
         """Fill the slots. None: there is nothing to publish."""
         task, lane = part.task, self._lane
-        with lane.span("store", ticket, task):
+        with lane.span("store", ticket, task, shared=len(self._tasks) > 1):
             results = lane.path.write(ticket, lane.fill(task), time.monotonic() + seconds)
         good = [result for result in results if result.error is None]
         for result in results:
@@ -200,7 +200,7 @@ class RetrieveRun:
 
     def _read(self, task: Task, ticket: Ticket, seconds: float) -> EndRetrieveItem:
         lane = self._lane
-        with lane.span("retrieve", ticket, task):
+        with lane.span("retrieve", ticket, task, shared=len(self._tasks) > 1):
             results = lane.path.read(ticket, lane.drain(task), time.monotonic() + seconds)
         for result in results:
             if result.error is not None:
