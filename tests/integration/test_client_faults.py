@@ -446,3 +446,41 @@ def test_a_program_that_is_no_kvwire_server_is_named(short_tmp):
     ):
         client.negotiate(16)
     other.stop(0).wait()
+
+
+@every_path
+def test_bl32_transfers_in_a_server_that_stops_end_in_time(short_tmp, data_path):
+    """SIGSTOP while an engine loads and stores: it never blocks, every transfer ends, and all of it comes
+    back."""
+    kv = random_kv(4, page=64 << 10)
+    options = {"heartbeat_interval": 0.3, "data_path": data_path, "deadlines": DEADLINES}
+    with server_process(short_tmp, "--chunk-size=64", "--l1-size=256MiB") as server:
+        worker = WorkerAdapter(server.address, None, "m", 1, 0, BLOCK_SIZE, **options)
+        worker.register_kv_caches(kv)
+
+        def op(prompt, first_block=0):
+            keys = tuple(bytes([prompt, chunk]) * 16 for chunk in range(4))
+            return LoadStoreOp(keys=keys, block_ids=list(range(first_block, first_block + 16)))
+
+        stored = [worker.submit_store_request(f"s{prompt}", op(prompt)) for prompt in range(6)]
+        assert all(each.wait(20) for each in stored)
+        os.kill(server.pid, signal.SIGSTOP)
+        start = time.monotonic()
+        loads = [worker.submit_retrieve_request(f"l{prompt}", op(prompt, 16)) for prompt in range(6)]
+        stores = [worker.submit_store_request(f"t{prompt}", op(10 + prompt)) for prompt in range(6)]
+        assert time.monotonic() - start < 0.5
+        worker.wait_for_stores({"t0", "t1"}, 0.2)
+        assert time.monotonic() - start < 1.0
+        assert all(each.wait(5) for each in loads)
+        assert all(each.wait(5) for each in stores)
+        assert all(load.failed_block_ids == set(range(16, 32)) for load in loads if load.failed)
+        assert all(store.failed for store in stores)
+        assert any(load.failed for load in loads)
+        os.kill(server.pid, signal.SIGCONT)
+        wait_until(lambda: worker.is_healthy, 8.0)
+        again = worker.submit_retrieve_request("again", op(0, 32))
+        assert again.wait(10)
+        assert not again.failed, again.error
+        with Client(server.address) as client:
+            wait_until(lambda: idle(client))
+        worker.shutdown()
