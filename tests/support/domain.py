@@ -52,6 +52,10 @@ def layout(world_size: int = 1, *groups: KvGroup) -> KvLayout:
     return KvLayout(world_size, groups or (FULL,))
 
 
+def with_salt(salt: str) -> Namespace:
+    return Namespace(NAMESPACE.model, layout_fingerprint=NAMESPACE.layout_fingerprint, salt=salt)
+
+
 def tokens(chunks: int, seed: int = 0, extra: int = 0) -> bytes:
     """Prompts of one seed are prefixes of each other; those of different seeds share nothing."""
     return pack_tokens(seed * 100_000 + position for position in range(chunks * CHUNK + extra))

@@ -7,229 +7,71 @@ at any time while they hold a lease, with what was committed under the key.
 
 from __future__ import annotations
 
-import hashlib
-from dataclasses import dataclass, field
-
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvwire.keys import chunk_keys
-from kvwire.keys import root as root_of
-from kvwire.server.messages import LeaseKind, ObjectRange, ReleaseItem, SessionRange, SlotState
-from kvwire.server.state import EngineConfig
-from support.domain import BASE, CHUNK, FULL, NAMESPACE, OBJECT_BYTES, Domain, layout, tokens, window_group
-
-POOL = 20
-MAX_CHUNKS = 5
-WORLD = 2
-GROUPS = 2
-TTL = 10.0
-SESSION_TTL = 40.0
-REGISTRATION_TTL = 60.0
-CONFIG = EngineConfig(
-    lookup_ttl=TTL, read_ttl=TTL, write_ttl=TTL, session_ttl=SESSION_TTL, registration_ttl=REGISTRATION_TTL
+from kvwire.errors import NotRegistered
+from kvwire.server.messages import ObjectRange, Prompt, ReleaseItem, SessionRange
+from support.domain import NAMESPACE, OBJECT_BYTES
+from support.engine_model import (
+    GROUPS,
+    MAX_CHUNKS,
+    REGISTRATION_TTL,
+    SESSION_TTL,
+    TTL,
+    WORLD,
+    EngineModel,
+    Read,
+    Slot,
+    step,
 )
 
 INDEX = st.integers(0, 1000)
 LENGTH = st.integers(1, MAX_CHUNKS).map(lambda length: MAX_CHUNKS + 1 - length)
 
-Name = tuple[bytes, int, int]  # key, rank, group
 
-
-def pattern(name: Name, lease_id: int) -> bytes:
-    seed = hashlib.sha256(name[0] + bytes(name[1:]) + lease_id.to_bytes(8, "big")).digest()
-    return (seed * (OBJECT_BYTES // len(seed)))[:OBJECT_BYTES]
-
-
-@dataclass(eq=False)
-class Client:
-    client_id: bytes
-    engine_id: str
-    role: str
-    rank: int
-    path: str
-    registration: int = 0
-    alive: bool = True
-
-    @property
-    def server_moves_bytes(self) -> bool:
-        return self.path != "shm"
-
-
-@dataclass(eq=False)
-class Slot:
-    name: Name
-    offset: int
-
-
-@dataclass(eq=False)
-class Write:
-    client: Client
-    registration: int
-    lease_id: int
-    slots: list[Slot]
-    deadline: float
-    live: bool = True
-    # Somebody may still write into the slots.
-    writing: bool = True
-    # The owner has said that it does not.
-    done: bool = False
-
-
-@dataclass(eq=False)
-class Read:
-    client: Client
-    registration: int
-    lease_id: int
-    slots: list[Slot]
-    expected: list[bytes]
-    deadline: float
-    live: bool = True
-    sending: bool = False
-
-
-@dataclass(eq=False)
-class Hold:
-    client: Client
-    registration: int
-    session: str
-    lease_id: int
-    keys: list[bytes]
-    deadline: float
-    released: set[int] = field(default_factory=set)
-    live: bool = True
-
-
-class EngineMachine(RuleBasedStateMachine):
+class EngineMachine(EngineModel, RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "arc"]))
     def start(self, policy: str) -> None:
-        self.domain = Domain(POOL, policy, layout(WORLD, FULL, window_group(5)), CONFIG)
-        self.arena = bytearray(BASE + POOL * OBJECT_BYTES)
-        self.clients: list[Client] = []
-        self.dead: list[tuple[int, Client]] = []
-        self.writes: list[Write] = []
-        self.reads: list[Read] = []
-        self.holds: list[Hold] = []
-        self.committed: dict[Name, bytes] = {}
-        self.sessions: dict[tuple[str, str], list[bytes]] = {}
-        self.root = root_of(NAMESPACE, CHUNK)
-        for engine_id, path in (("a", "shm"), ("b", "ucx-local")):
-            self.join(engine_id, "scheduler", 0, path)
-            for rank in range(WORLD):
-                self.join(engine_id, "worker", rank, path)
-
-    def join(self, engine_id: str, role: str, rank: int, path: str) -> None:
-        client = Client(len(self.clients).to_bytes(16, "big"), engine_id, role, rank, path)
-        self.clients.append(client)
-        self.enroll(client)
-
-    def enroll(self, client: Client) -> None:
-        client.registration = self.domain.register(
-            client.engine_id, client.role, client.rank, client.path, client.client_id
-        )
-
-    # What the model knows without being told: deadlines, and registrations that the client itself ended.
-
-    def expire_model(self) -> None:
-        for lease in [*self.writes, *self.reads, *self.holds]:
-            if lease.live and lease.deadline <= self.domain.now:
-                self.lose(lease)
-
-    def lose(self, lease: Write | Read | Hold) -> None:
-        lease.live = False
-        if isinstance(lease, Read):
-            lease.sending = lease.client.server_moves_bytes
-
-    def end_registration(self, registration: int) -> None:
-        for lease in [*self.writes, *self.reads, *self.holds]:
-            if lease.live and lease.registration == registration:
-                self.lose(lease)
-
-    def leave(self, client: Client) -> None:
-        """Its registration has ended; the sessions of its engine end with the last scheduler."""
-        self.end_registration(client.registration)
-        client.registration = 0
-        same_engine = [c for c in self.clients if c.registration and c.engine_id == client.engine_id]
-        if client.role == "scheduler" and not any(c.role == "scheduler" for c in same_engine):
-            for engine_id, session in list(self.sessions):
-                if engine_id == client.engine_id:
-                    self.forget_session(engine_id, session)
-
-    def forget_session(self, engine_id: str, session: str) -> None:
-        self.sessions.pop((engine_id, session), None)
-        for hold in self.holds:
-            if hold.live and (hold.client.engine_id, hold.session) == (engine_id, session):
-                hold.live = False
-
-    # Drawing
-
-    def client(self, index: int, role: str | None = None) -> Client:
-        """One of the living, which registers if it must."""
-        chosen = [c for c in self.clients if c.alive and role in (None, c.role)]
-        client = chosen[index % len(chosen)]
-        if not client.registration:
-            self.enroll(client)
-        return client
-
-    def session(self, client: Client, index: int) -> str:
-        """One of the sessions of its engine, which looks a prompt up if there is none, mostly."""
-        if index % 10 and not any(engine_id == client.engine_id for engine_id, _ in self.sessions):
-            scheduler = next(i for i in range(2) if self.client(i, "scheduler").engine_id == client.engine_id)
-            self.look_up(scheduler, index % 4, MAX_CHUNKS - index % 2, "x")
-        own = sorted(name for engine_id, name in self.sessions if engine_id == client.engine_id)
-        return own[index % len(own)] if own else "x"
-
-    @staticmethod
-    def part(keys: list[bytes], first: int, count: int) -> tuple[int, int]:
-        """A range of a prompt; now and then, one that reaches beyond it."""
-        first %= max(len(keys), 1)
-        return first, 1 + count % (len(keys) - first + (count % 7 == 6)) if keys else 1
-
-    def keys(self, seed: int, chunks: int) -> list[bytes]:
-        return chunk_keys(self.root, self.prompt(seed, chunks), CHUNK)
-
-    @staticmethod
-    def prompt(seed: int, chunks: int) -> bytes:
-        """Seeds share a head of two chunks in pairs: 0 with 1, 2 with 3."""
-        shared = tokens(min(chunks, 2), seed // 2)
-        return shared + tokens(max(chunks - 2, 0), 10 + seed)
-
-    # Rules
+        self.begin_with(policy)
 
     @rule(index=INDEX, seed=st.integers(0, 3), chunks=LENGTH, name=st.sampled_from("xy"))
-    def look_up(self, index: int, seed: int, chunks: int, name: str) -> None:
-        client = self.client(index, "scheduler")
-        dry = self.domain.hit(self.prompt(seed, chunks))
-        result = self.domain.lookup(client.registration, name, self.prompt(seed, chunks))
-        keys = self.keys(seed, chunks)
-        assert result.asked_chunks == chunks
-        assert result.hit_chunks == dry == self.longest_hit(keys)
-        for hold in self.holds:
-            if hold.live and (hold.client.engine_id, hold.session) == (client.engine_id, name):
-                hold.live = False
-        known = self.sessions.get((client.engine_id, name), [])
-        if known[: len(keys)] != keys:
-            self.sessions[client.engine_id, name] = keys
-        if result.lease_id:
-            deadline = self.domain.now + result.lease_ttl
-            held = keys[: result.hit_chunks]
-            self.holds.append(Hold(client, client.registration, name, result.lease_id, held, deadline))
+    def ask(self, index: int, seed: int, chunks: int, name: str) -> None:
+        self.look_up(index, seed, chunks, name)
 
-    def longest_hit(self, keys: list[bytes]) -> int:
-        """By the definition, over what is in the index."""
-        present: list[set[int]] = []
-        for key in keys:
-            chunk = self.domain.engine.store.get(key)
-            present.append(
-                set() if chunk is None else {s for s in range(WORLD * GROUPS) if chunk.mask >> s & 1}
-            )
-        for boundary in range(len(keys), 0, -1):
-            full = all({0, 2} <= shards for shards in present[:boundary])
-            if full and {1, 3} <= present[boundary - 1]:
-                return boundary
-        return 0
+    @rule(index=INDEX, seed=st.integers(0, 3), chunks=LENGTH, name=st.sampled_from("xy"))
+    def start_a_long_lookup(self, index: int, seed: int, chunks: int, name: str) -> None:
+        client = self.client(index, "scheduler")
+        prompt = Prompt(NAMESPACE, self.prompt(seed, chunks))
+        steps = self.domain.engine.lookup_steps(client.registration, name, prompt, self.domain.now)
+        result = step(steps, None)
+        if result is not None:
+            self.asked_again(client, name)
+            self.found(client, name, self.keys(seed, chunks), result)
+            return
+        self.asked_again(client, name)
+        self.sessions.setdefault((client.engine_id, name), [])
+        version = self.versions[client.engine_id, name]
+        self.lookups.append((client, client.registration, name, self.keys(seed, chunks), steps, version))
+
+    @precondition(lambda self: self.lookups)
+    @rule(index=INDEX)
+    def go_on_with_a_lookup(self, index: int) -> None:
+        pending = self.lookups.pop(index % len(self.lookups))
+        client, registration, name, keys, steps, version = pending
+        if client.registration != registration:
+            with pytest.raises(NotRegistered):
+                list(steps)
+            return
+        result = step(steps, self.domain.now)
+        if result is None:
+            self.lookups.append(pending)
+        elif self.versions[client.engine_id, name] == version:
+            self.found(client, name, keys, result)
+        else:
+            assert (result.hit_chunks, result.lease_id) == (0, 0)
 
     @rule(index=INDEX, which=INDEX, first=INDEX, count=INDEX, both=st.booleans())
     def begin_store(self, index: int, which: int, first: int, count: int, both: bool) -> None:
@@ -238,29 +80,6 @@ class EngineMachine(RuleBasedStateMachine):
         keys = self.sessions.get((client.engine_id, name), [])
         first, count = self.part(keys, first, count)
         self.begin(client, name, first, count, () if both else (ObjectRange(0, first, count),))
-
-    def begin(
-        self, client: Client, name: str, first: int, count: int, ranges: tuple[ObjectRange, ...]
-    ) -> None:
-        keys = self.sessions.get((client.engine_id, name), [])
-        grant = self.domain.begin(client.registration, SessionRange(name, first, count), ranges=ranges)
-        if first + count > len(keys):
-            assert grant.error is not None
-            assert grant.error.reason == ("RANGE_INVALID" if keys else "SESSION_UNKNOWN")
-            return
-        assert grant.error is None
-        assert len(grant.slots) == (sum(r.chunk_count for r in ranges) or count * GROUPS)
-        for slot in grant.slots:
-            object_name = (keys[slot.chunk_index], client.rank, slot.group_index)
-            writers = [w for w in self.writes if w.live and any(s.name == object_name for s in w.slots)]
-            assert bool(writers) == (slot.state is SlotState.BEING_WRITTEN)
-            assert slot.state is not SlotState.ALREADY_STORED or object_name in self.committed
-        slots = [Slot((keys[s.chunk_index], client.rank, s.group_index), s.offset) for s in grant.reserved]
-        assert all(slot.offset >= BASE for slot in slots)
-        assert bool(slots) == bool(grant.lease_id)
-        if slots:
-            deadline = self.domain.now + grant.ttl
-            self.writes.append(Write(client, client.registration, grant.lease_id, slots, deadline))
 
     @rule(index=INDEX, seed=st.integers(0, 3), chunks=LENGTH, sparse=st.booleans())
     def store_a_prompt(self, index: int, seed: int, chunks: int, sparse: bool) -> None:
@@ -295,28 +114,6 @@ class EngineMachine(RuleBasedStateMachine):
         if writes:
             self.finish(writes[index % len(writes)], picked, everything)
 
-    def finish(self, write: Write, picked: set[int], everything: bool) -> None:
-        named = sorted(i for i in picked if i < len(write.slots)) or [0]
-        if everything:
-            named = list(range(len(write.slots)))
-        for i in named:
-            slot = write.slots[i]
-            data = pattern(slot.name, write.lease_id)
-            self.arena[slot.offset : slot.offset + OBJECT_BYTES] = data
-        same = write.client.registration == write.registration
-        result = self.domain.commit(write.client.registration, write.lease_id, *(() if everything else named))
-        if write.live and same:
-            assert result.error is None
-            assert (result.committed, result.aborted) == (len(named), len(write.slots) - len(named))
-            for i in named:
-                self.committed[write.slots[i].name] = pattern(write.slots[i].name, write.lease_id)
-            write.slots = [slot for i, slot in enumerate(write.slots) if i not in named]
-        else:
-            assert result.error is not None
-            assert result.error.reason == "LEASE_LOST"
-            assert result.committed == 0
-        self.said_done(write)
-
     @precondition(lambda self: any(write.writing for write in self.writes))
     @rule(index=INDEX)
     def abort(self, index: int) -> None:
@@ -325,13 +122,6 @@ class EngineMachine(RuleBasedStateMachine):
             write = writes[index % len(writes)]
             self.domain.engine.abort_store(write.client.registration, [write.lease_id], self.domain.now)
             self.said_done(write)
-
-    def said_done(self, write: Write) -> None:
-        """The owner writes no more; where the server moves the bytes, its receives may still be running."""
-        write.live = False
-        write.done = True
-        if not write.client.server_moves_bytes or not write.slots:
-            self.writes.remove(write)
 
     @rule(index=INDEX, which=INDEX, first=INDEX, count=INDEX)
     def begin_retrieve(self, index: int, which: int, first: int, count: int) -> None:
@@ -444,13 +234,13 @@ class EngineMachine(RuleBasedStateMachine):
             if not client.server_moves_bytes:
                 self.writes = [write for write in self.writes if write.client is not client]
 
-    @precondition(lambda self: any(lease.live for lease in [*self.writes, *self.reads, *self.holds]))
+    @precondition(lambda self: [*self.writes, *self.reads, *self.holds])
     @rule(index=INDEX, thief=INDEX)
     def touch_a_foreign_lease(self, index: int, thief: int) -> None:
-        live = [lease for lease in [*self.writes, *self.reads, *self.holds] if lease.live]
-        lease = live[index % len(live)]
+        leases = [*self.writes, *self.reads, *self.holds]
+        lease = leases[index % len(leases)]
         client = self.client(thief)
-        if client.registration == lease.registration:
+        if client is lease.client:
             return
         engine, now = self.domain.engine, self.domain.now
         assert self.domain.commit(client.registration, lease.lease_id).committed == 0
@@ -458,13 +248,8 @@ class EngineMachine(RuleBasedStateMachine):
         assert not self.domain.end(client.registration, lease.lease_id)
         item = ReleaseItem(getattr(lease, "session", "x"), lease.lease_id)
         assert engine.release_lookup(client.registration, [item], now)[0].released == 0
-        assert not engine.confirm_cancelled(lease.lease_id)
-
-    @precondition(lambda self: any(w.writing and w.client.path == "shm" for w in self.writes))
-    @rule(index=INDEX)
-    def confirm_what_no_transfer_holds(self, index: int) -> None:
-        writes = [w for w in self.writes if w.writing and w.client.path == "shm"]
-        assert not self.domain.engine.confirm_cancelled(writes[index % len(writes)].lease_id)
+        if lease.live or not lease.client.server_moves_bytes:
+            assert not engine.confirm_cancelled(lease.lease_id)
 
     @rule(index=INDEX)
     def register_again(self, index: int) -> None:
@@ -507,86 +292,23 @@ class EngineMachine(RuleBasedStateMachine):
         if index % 5 == 0:
             self.domain.engine.clear()
 
-    # Invariants
-
-    def still_held(self, hold: Hold) -> list[bytes]:
-        return [key for index, key in enumerate(hold.keys) if index not in hold.released]
-
     @invariant()
-    def accounts_agree(self) -> None:
+    def what_was_promised_holds(self) -> None:
         if hasattr(self, "domain"):
-            self.domain.check()
-
-    @invariant()
-    def what_is_resident_is_what_was_committed(self) -> None:
-        if not hasattr(self, "domain"):
-            return
-        for chunk in self.domain.engine.store.chunks():
-            for shard, stored in enumerate(chunk.shards):
-                if stored is not None and chunk.mask >> shard & 1:
-                    rank, group = divmod(shard, GROUPS)
-                    data = self.arena[stored.offset : stored.offset + OBJECT_BYTES]
-                    assert data == self.committed[chunk.key, rank, group]
-
-    @invariant()
-    def readers_see_their_bytes(self) -> None:
-        if not hasattr(self, "domain"):
-            return
-        for read in self.reads:
-            if read.live or read.sending:
-                for slot, expected in zip(read.slots, read.expected, strict=True):
-                    assert self.arena[slot.offset : slot.offset + OBJECT_BYTES] == expected
-
-    @invariant()
-    def what_is_leased_stays(self) -> None:
-        if not hasattr(self, "domain"):
-            return
-        for hold in self.holds:
-            if hold.live and hold.registration == hold.client.registration:
-                for key in self.still_held(hold):
-                    chunk = self.domain.engine.store.get(key)
-                    assert chunk is not None
-                    assert chunk.mask & 0b0101 == 0b0101
-
-    @invariant()
-    def memory_in_use_is_not_handed_out(self) -> None:
-        if not hasattr(self, "domain"):
-            return
-        written = [slot.offset for write in self.writes if write.writing for slot in write.slots]
-        read = {slot.offset for read in self.reads if read.live or read.sending for slot in read.slots}
-        assert len(written) == len(set(written))
-        assert not read & set(written)
-        waiting = sum(len(write.slots) for write in self.writes if not write.live)
-        assert self.domain.engine.store.quarantined_bytes == waiting * OBJECT_BYTES
-        # What somebody may touch is never free.
-        allocated = self.domain.engine.store.allocator._taken
-        assert all(offset in allocated for offset in [*written, *read])
+            self.accounts_agree()
+            self.what_is_resident_is_what_was_committed()
+            self.readers_see_their_bytes()
+            self.what_is_leased_stays()
+            self.memory_in_use_is_not_handed_out()
 
     def teardown(self) -> None:
-        if not hasattr(self, "domain"):
-            return
-        engine = self.domain.engine
-        self.domain.now += 1000
-        engine.expire(self.domain.now)
-        engine.shutdown()
-        for ended in engine.drain_ended():
-            engine.confirm_cancelled(ended.lease_id)
-        for owner in engine.quarantined_owners():
-            engine.owner_dead(owner.registration_id)
-        self.domain.check()
-        status = engine.status()
-        assert not any(status.leases[kind] for kind in LeaseKind)
-        assert (status.waiting_leases, status.sessions, status.registrations) == (0, 0, ())
-        assert status.l1.quarantined_bytes == status.l1.reserved_bytes == 0
-        assert status.l1.used_bytes == status.l1.resident_bytes == status.l1.evictable_bytes
-        engine.evict_to(0.0, max_chunks=1000)
-        assert engine.store.allocator.used == 0
-        assert len(engine.store) == 0
+        if hasattr(self, "domain"):
+            self.drain()
 
 
 EngineMachine.TestCase.settings = settings(
-    max_examples=60,
-    stateful_step_count=40,
+    max_examples=80,
+    stateful_step_count=50,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
