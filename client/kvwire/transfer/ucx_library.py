@@ -49,12 +49,27 @@ class Library:
         ucp = ctypes.CDLL("libucp.so.0")
         self._signal = ucp.ucp_worker_signal
         self._signal.argtypes = (ctypes.c_void_p,)
+        self._destroy_worker = ucp.ucp_worker_destroy
+        self._destroy_worker.argtypes = (ctypes.c_void_p,)
+        self._cleanup = ucp.ucp_cleanup
+        self._cleanup.argtypes = (ctypes.c_void_p,)
         self._handler: Any = None
         self.survives_copy_errors: Final = self._route_log()
 
     def signal(self, worker_handle: int) -> None:
         """Wake the thread that waits for this worker's events. For any thread."""
         self._signal(worker_handle)
+
+    def tear_down(self, worker: Any, context: Any) -> None:
+        """End a worker whose operations never end.
+
+        ucxx would wait for them, so its objects must be kept for good (`forked.never_destroy`), and UCX,
+        which does not wait, is told directly. Afterwards none of them may be used.
+        """
+        events = worker.epoll_file_descriptor
+        self._destroy_worker(worker.handle)
+        self._cleanup(context.handle)
+        os.close(events)
 
     def _route_log(self) -> bool:
         """Take over UCX's log.

@@ -243,8 +243,8 @@ class _Run:
 
     @staticmethod
     def _settle(moving: _Moving, staging: _Staging) -> None:
-        # A request that UCX knows of may go on for a while, even when its future has failed already.
-        if moving.op.future.done() and (moving.op.request is None or moving.op.request.completed):
+        # UCX may go on for a while with an operation whose future has failed already.
+        if moving.op.future.done() and moving.op.request is None:
             staging.give(moving.buffer)
         else:
             staging.replace()

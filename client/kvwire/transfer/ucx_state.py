@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict, deque
 from typing import TYPE_CHECKING, Any, Final
@@ -18,6 +19,8 @@ if TYPE_CHECKING:
 
     from kvwire.transfer.ucx_library import Library
     from kvwire.transfer.ucx_options import UcxOptions
+
+logger = logging.getLogger(__name__)
 
 GONE_GRACE_SECONDS: Final = 1.0
 """How long an operation may outlive its peer: time enough to take in all that the peer had sent."""
@@ -36,6 +39,7 @@ class UcxState:
         self._errors = (library.api.UCXError, RuntimeError, OSError, ValueError, MemoryError)
         self.worker: Any = None
         self._context: Any = None
+        self._kept: list[Any] = []
         self._endpoints: dict[Peer, Any] = {}
         self._wanted: defaultdict[int, dict[int, UcxOp]] = defaultdict(dict)
         self._active: list[UcxOp] = []
@@ -47,6 +51,7 @@ class UcxState:
         self._discards: dict[int, None] = {}
         self._sweep_at: float | None = None
         self._stopping = False
+        self._stuck = False
         self._scratch = library.array(np.empty(1, dtype=np.uint8))
         self._one_lease = library.api.UCXXTagMask(tags.LEASE_MASK)
         self._any = library.api.UCXXTagMask(0)
@@ -63,7 +68,8 @@ class UcxState:
             address = bytes(memoryview(self.worker.address))
         except self._errors as error:
             raise unavailable(f"UCX cannot start: {error}") from error
-        kept, endpoints = [self.worker, self._context], self._endpoints
+        self._kept += [self.worker, self._context]
+        kept, endpoints = self._kept, self._endpoints
         forked.never_destroy_in_children(self, lambda: [*kept, *endpoints.values()])
         return address
 
@@ -151,7 +157,7 @@ class UcxState:
         if self._active:
             self._reap()
         if self._orphans or self._drops:
-            self._orphans = [op for op in self._orphans if not op.request.completed]
+            self._orphans = [op for op in self._orphans if not self._has_ended(op)]
             self._drops = [request for request in self._drops if not request.completed]
 
     def wait_ms(self) -> int:
@@ -166,9 +172,11 @@ class UcxState:
         self._drop_all()
         for op in [*self._active, *(op for ops in self._wanted.values() for op in ops.values())]:
             op.finish(closed())
-        if self._active or self._orphans:
+        if self._active or self._orphans or self._stuck:
             forked.never_destroy([self.worker, self._context, *self._active, *self._orphans])
+            self._lib.tear_down(self.worker, self._context)
         self._active, self._orphans, self._drops = [], [], []
+        self._kept.clear()
         self.worker = self._context = None
 
     def _drop_all(self) -> None:
@@ -249,7 +257,9 @@ class UcxState:
         freed: list[Peer] = []
         for op in self._active:
             if op.request.completed:
-                op.finish(self._outcome(op))
+                outcome = self._outcome(op)
+                op.request = None  # it holds the worker
+                op.finish(outcome)
             elif op.give_up_at is not None and now >= op.give_up_at:
                 op.finish(lost_peer(op.peer) if op.peer is not None and op.peer.lost else closed())
                 self._orphans.append(op)
@@ -265,6 +275,12 @@ class UcxState:
             if queue:
                 self.send(queue.popleft(), peer)
 
+    @staticmethod
+    def _has_ended(op: UcxOp) -> bool:
+        if op.request.completed:
+            op.request = None
+        return op.request is None
+
     def _outcome(self, op: UcxOp) -> KvwireError | None:
         try:
             op.request.check_error()
@@ -274,13 +290,15 @@ class UcxState:
 
     def _close_endpoint(self, endpoint: Any, *, busy: bool) -> None:
         """With error handling this ends what is under way. Without, UCX might wait for it for ever."""
+        # ucxx's objects of what was under way refer to each other for good, and to the worker.
+        self._stuck = self._stuck or busy
         if busy and not self._options.handles_peer_errors:
-            forked.never_destroy([endpoint, self.worker, self._context])
+            forked.never_destroy([endpoint])
             return
         try:
             endpoint.close_blocking()
         except self._errors as error:
-            failed(error)
+            logger.debug("closing a connection: %s", error)
 
     def _forget(self, op: UcxOp, error: KvwireError) -> None:
         """End an operation that UCX does not know yet. Nothing happens to others."""
