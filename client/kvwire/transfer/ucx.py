@@ -27,7 +27,7 @@ from kvwire.transfer.ucx_state import UcxState, unavailable
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-__all__ = ["Peer", "UcxEngine", "UcxOp", "UcxOptions", "release_engine", "shared_engine"]
+__all__ = ["Peer", "UcxEngine", "UcxOp", "UcxOptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -146,40 +146,3 @@ class UcxEngine:
                 return
             # Returns at once while there is progress, else sleeps until an event or a signal.
             state.worker.progress_worker_event(state.wait_ms())
-
-
-_shared: dict[UcxOptions, tuple[UcxEngine, int]] = {}
-_shared_lock = threading.Lock()
-
-
-def shared_engine(options: UcxOptions) -> UcxEngine:
-    """This process's engine for these options. Whoever asked gives it back by `release_engine`."""
-    with _shared_lock:
-        engine, users = _shared.get(options, (None, 0))
-        if engine is None:
-            engine = UcxEngine(options)
-        _shared[options] = (engine, users + 1)
-        return engine
-
-
-def release_engine(engine: UcxEngine) -> None:
-    """The last who gives it back closes it."""
-    with _shared_lock:
-        known, users = _shared.get(engine.options, (None, 0))
-        if known is not engine:
-            return
-        if users > 1:
-            _shared[engine.options] = (engine, users - 1)
-            return
-        del _shared[engine.options]
-    engine.close()
-
-
-def _start_anew() -> None:
-    """In a forked child: the parent's engines are not its own, and its lock may be held for ever."""
-    global _shared_lock  # noqa: PLW0603
-    _shared_lock = threading.Lock()
-    _shared.clear()
-
-
-os.register_at_fork(after_in_child=_start_anew)

@@ -18,7 +18,7 @@ from kvwire.transfer.tags import Kind
 pytest.importorskip("ucxx")
 
 from kvwire.transfer.server_ucx import UcxServerPlane
-from kvwire.transfer.ucx import UcxEngine, UcxOptions, release_engine, shared_engine
+from kvwire.transfer.ucx import UcxEngine, UcxOptions
 from kvwire.transfer.ucx_probe import ProbeServer
 
 pytestmark = [pytest.mark.leakcheck("shm", "fds", "threads"), pytest.mark.timeout(120)]
@@ -388,20 +388,6 @@ def test_engine_of_the_parent_is_refused_in_a_forked_child(engine, kind):
     os.close(read)
     op = engine.recv(TAG, np.zeros(8, dtype=np.uint8))
     op.cancel()
-
-
-def test_engine_is_shared_by_its_users():
-    one, two = shared_engine(options("local")), shared_engine(options("local"))
-    assert one is two
-    release_engine(one)
-    op = two.recv(TAG, np.zeros(8, dtype=np.uint8))
-    op.cancel()
-    release_engine(two)
-    with pytest.raises(DataPathUnavailable):
-        two.recv(TAG, np.zeros(8, dtype=np.uint8))
-    three = shared_engine(options("local"))
-    assert three is not one
-    release_engine(three)
 
 
 def test_bl71_device_that_does_not_exist():
