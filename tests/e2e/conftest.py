@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import Baseline, Library, Server, set_environment
+from e2e.harness import Baseline, Library, Server, set_up
 
 
 def pytest_collection_modifyitems(items):
@@ -21,7 +21,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(autouse=True, scope="session")
 def engine_environment():
-    set_environment()
+    set_up()
 
 
 @pytest.fixture(scope="session")
