@@ -15,9 +15,9 @@ from kvwire.client.channel import ChannelConfig, TlsConfig, parse_target
 from kvwire.client.connection import AioConnection
 from kvwire.client.deadlines import Deadlines
 from kvwire.client.state import ClientState
-from kvwire.client.status import RETRY_DELAY_S, from_rpc_error
+from kvwire.client.status import from_rpc_error, retry_delay
 from kvwire.client.streams import silent
-from kvwire.errors import KvwireError, Unavailable
+from kvwire.errors import KvwireError, Overloaded, Unavailable
 from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import cache_service_pb2 as pb
 
@@ -300,11 +300,12 @@ class AsyncClient:
         seconds = timeout or self.deadlines[call.method]
         try:
             return await self._send_once(call, seconds)
-        except Unavailable:
-            if not call.is_read or seconds <= RETRY_DELAY_S:
+        except (Unavailable, Overloaded) as error:
+            delay = retry_delay(error)
+            if not call.is_read or seconds <= delay:
                 raise
-        await asyncio.sleep(RETRY_DELAY_S)
-        return await self._send_once(call, seconds - RETRY_DELAY_S)
+        await asyncio.sleep(delay)
+        return await self._send_once(call, seconds - delay)
 
     async def _send_once(self, call: calls.Call[R], seconds: float) -> R:
         method = getattr(self._connection.stub(call.service), call.method)

@@ -242,6 +242,7 @@ class CacheOptions(TypedDict, total=False):
     data_path: str
     heartbeat_interval: float
     copy_threads: int
+    ucx_devices: Sequence[str]
 
 
 def register_kv_caches(
@@ -273,6 +274,7 @@ def register_kv_caches(
         kv_rank=options.get("kv_rank", 0),
         client_name=client.client_name,
         data_paths=options.get("data_path", "auto"),
+        ucx_devices=tuple(options.get("ucx_devices", ())),
     )
     cache = KvCache(client.clone(), spec, interval=options.get("heartbeat_interval", HEARTBEAT_S))
     try:

@@ -14,8 +14,8 @@ from kvwire.client.channel import ChannelConfig, TlsConfig, parse_target
 from kvwire.client.connection import Connection
 from kvwire.client.deadlines import Deadlines
 from kvwire.client.state import ClientState
-from kvwire.client.status import RETRY_DELAY_S, from_rpc_error
-from kvwire.errors import KvwireError, Unavailable
+from kvwire.client.status import from_rpc_error, retry_delay
+from kvwire.errors import KvwireError, Overloaded, Unavailable
 from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import cache_service_pb2 as pb
 
@@ -310,11 +310,12 @@ class Client:
         seconds = timeout or self.deadlines[call.method]
         try:
             return self._send_once(call, seconds)
-        except Unavailable:
-            if not call.is_read or seconds <= RETRY_DELAY_S:
+        except (Unavailable, Overloaded) as error:
+            delay = retry_delay(error)
+            if not call.is_read or seconds <= delay:
                 raise
-        time.sleep(RETRY_DELAY_S)
-        return self._send_once(call, seconds - RETRY_DELAY_S)
+        time.sleep(delay)
+        return self._send_once(call, seconds - delay)
 
     def _send_once(self, call: calls.Call[R], seconds: float) -> R:
         method = getattr(self._connection.stub(call.service), call.method)

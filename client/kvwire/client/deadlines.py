@@ -52,8 +52,8 @@ DEADLINES: Final[Mapping[str, float]] = MappingProxyType(
 """Seconds by the name of the RPC."""
 
 READS: Final = frozenset({"Ping", "GetStatus", "ListSessions", "ListObjects", "GetQuota"})
-"""Calls that change nothing: repeated once when the server was UNAVAILABLE. So is a Lookup without a
-registration."""
+"""Calls that change nothing: repeated once when the server was UNAVAILABLE or OVERLOADED. So is a Lookup
+without a registration."""
 
 
 class Deadlines:

@@ -71,6 +71,7 @@ class WorkerAdapter:
         heartbeat_interval: float = HEARTBEAT_S,
         data_path: str = "auto",
         copy_threads: int = 0,
+        ucx_devices: Sequence[str] = (),
         tls: TlsConfig | None = None,
         token: str = "",
         deadlines: Mapping[str, float] | None = None,
@@ -105,6 +106,7 @@ class WorkerAdapter:
             kv_rank=kv_rank,
             client_name=options.client_name,
             data_paths=data_path,
+            ucx_devices=tuple(ucx_devices),
         )
         self._cache = KvCache(options.client(), spec, interval=options.heartbeat_interval)
         self._queue = TransferQueue(self._run, threads, f"kvwire-copy-{kv_rank}")

@@ -95,9 +95,9 @@ def test_deadlines_are_overridden_by_name_only():
 
 IMPORT = """
 import sys, time
-start = time.perf_counter()
+start = time.process_time()
 import kvwire.client
-took = time.perf_counter() - start
+took = time.process_time() - start
 heavy = {"torch", "ucxx", "vllm", "opentelemetry", "grpc_status"} & set(sys.modules)
 print(took, *heavy)
 """
