@@ -28,6 +28,8 @@ for portion in sys.argv[1:]:
     package = importlib.import_module(f"kvwire.{portion}")
     names = [m.name for m in pkgutil.walk_packages(package.__path__, f"kvwire.{portion}.", onerror=fail)]
     for name in names:
+        if name.endswith(".__main__"):
+            continue
         try:
             importlib.import_module(name)
             imported += 1
@@ -52,7 +54,7 @@ print(f"{len(protos)} schema files and the licence are in the wheel")
 
 def portions() -> list[str]:
     return sorted(
-        {p.name for root in ROOTS for p in (ROOT / root / "kvwire").iterdir() if (p / "py.typed").exists()}
+        {p.name for root in ROOTS for p in (ROOT / root / "kvwire").iterdir() if any(p.glob("*.py"))}
     )
 
 
