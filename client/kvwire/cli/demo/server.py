@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 import time
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -38,7 +37,7 @@ def serving(work: Path, l1_size: str) -> Iterator[str]:
     log = work / "server.log"
     with log.open("w") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "kvwire.cli", "server", "--listen", address, "--l1-size", l1_size],
+            children.tethered("-m", "kvwire.cli", "server", "--listen", address, "--l1-size", l1_size),
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
