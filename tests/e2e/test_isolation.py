@@ -2,42 +2,93 @@
 
 from __future__ import annotations
 
+import json
+
 from e2e.harness import Answer, engine, prompt
+
+TOKENS = prompt(200)
 
 
 def test_bl55_tenants_do_not_share(server, baseline):
-    tokens = prompt(200)
-    (right,) = baseline("llama", tokens)
+    (right,) = baseline("llama", TOKENS)
     cached = []
     with engine("llama", server) as running:
-        for salt in ("t1", "t2", None, "t1", "t2", None):
-            (answer,) = running.run(tokens, salt=salt)
+        for salt in ("tenant-1", "tenant-2", None, "tenant-1", "tenant-2", None):
+            (answer,) = running.run(TOKENS, salt=salt)
             assert answer.tokens == right
             cached.append(answer.cached)
     assert cached == [0, 0, 0, 192, 192, 192]
     with engine("llama", server) as other:
-        assert [other.run(tokens, salt=salt)[0].cached for salt in ("t1", "t3")] == [192, 0]
-    assert "t1" not in server.log()
+        assert [other.run(TOKENS, salt=salt)[0].cached for salt in ("tenant-1", "tenant-3")] == [192, 0]
+    assert "tenant" not in server.log()
+    assert "tenant" not in str(server.status())
+
+
+def test_bl08_an_adapter_is_another_model(server, tmp_path):
+    from vllm.lora.request import LoRARequest
+
+    paths = [make_adapter(tmp_path / name, seed) for name, seed in (("one", 1), ("two", 2))]
+    options = {"enable_lora": True, "max_lora_rank": 8, "max_loras": 1}
+
+    def red(number, path):
+        return LoRARequest("red", number, str(path))
+
+    with engine("llama", server, **options) as first:
+        plain, salted, one = (
+            first.run(TOKENS, **who)[0] for who in ({}, {"salt": "red"}, {"lora": red(1, paths[0])})
+        )
+        assert (plain.cached, salted.cached, one.cached) == (0, 0, 0)
+        assert plain.tokens == salted.tokens != one.tokens
+    with engine("llama", server, **options) as second:
+        # Another adapter of the same name, as after a reload.
+        (two,) = second.run(TOKENS, lora=red(5, paths[1]))
+        assert two.cached == 0
+        assert two.tokens not in {plain.tokens, one.tokens}
+        assert second.run(TOKENS, lora=red(7, paths[0])) == [Answer(one.tokens, 192, "length")]
+        assert second.run(TOKENS) == [Answer(plain.tokens, 192, "length")]
+
+
+def make_adapter(folder, seed):
+    import torch
+    from safetensors.torch import save_file
+
+    folder.mkdir()
+    generator = torch.Generator().manual_seed(seed)
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 8,
+        "lora_alpha": 8,
+        "target_modules": ["k_proj", "o_proj"],
+        "base_model_name_or_path": "tiny",
+        "bias": "none",
+    }
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    weights = {}
+    for layer in range(2):
+        for name, rows in (("k_proj", 64), ("o_proj", 128)):
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = torch.randn(8, 128, generator=generator) * 0.3
+            weights[f"{module}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.3
+    save_file(weights, folder / "adapter_model.safetensors")
+    return folder
 
 
 def test_engines_that_keep_other_bytes_do_not_share(server, baseline):
-    tokens = prompt(200)
-    (right,) = baseline("llama", tokens)
+    (right,) = baseline("llama", TOKENS)
     with engine("llama", server) as first:
-        first.run(tokens)
+        first.run(TOKENS)
     with engine("llama", server, block_size=64) as second:
-        (answer,) = second.run(tokens)
-    assert (answer.tokens, answer.cached) == (right, 0)
+        assert second.run(TOKENS) == [Answer(right, 0, "length")]
     with engine("llama", server) as third:
-        assert third.run(tokens)[0].cached == 192
+        assert third.run(TOKENS)[0].cached == 192
 
 
 def test_two_models_in_one_server(server, baseline):
-    tokens = prompt(200)
     for model in ("llama", "gemma3"):
         with engine(model, server) as running:
-            assert running.run(tokens)[0].cached == 0
+            assert running.run(TOKENS)[0].cached == 0
     for model in ("llama", "gemma3"):
-        (right,) = baseline(model, tokens)
+        (right,) = baseline(model, TOKENS)
         with engine(model, server) as running:
-            assert running.run(tokens) == [Answer(right, 192, "length")]
+            assert running.run(TOKENS) == [Answer(right, 192, "length")]
