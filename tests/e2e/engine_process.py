@@ -1,4 +1,4 @@
-"""One engine in a process of its own. Reads its configuration and then prompts, a line of JSON each, and answers."""
+"""One engine in a process of its own: reads its configuration, then prompts, a line of JSON each."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class Answer:
 
 @contextmanager
 def without_collections():
-    """vLLM collects garbage eight times per engine: nine tenths of the time that one takes in this process."""
+    """vLLM collects garbage eight times per engine: nine tenths of the time that one takes here."""
     names = ("collect", "freeze", "unfreeze")
     real = {name: getattr(gc, name) for name in names}
     for name in names:
@@ -142,13 +142,13 @@ class Engine:
 
         self._llm = LLM(
             model=model_path(model),
-            dtype="float32",
             enforce_eager=True,
             skip_tokenizer_init=True,
             disable_log_stats=True,
             seed=0,
             kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
             **{
+                "dtype": "float32",
                 "block_size": BLOCK,
                 "max_model_len": 512,
                 "max_num_seqs": 8,
@@ -261,6 +261,7 @@ class Baseline:
         self._known = {}
 
     def __call__(self, model, *prompts, num_tokens=NUM_TOKENS, **options):
+        """Not while another engine lives."""
         name = (model, num_tokens, tuple(sorted(options.items())))
         known = self._known.setdefault(name, {})
         missing = [tokens for tokens in prompts if tuple(tokens) not in known]
