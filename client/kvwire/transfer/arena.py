@@ -24,6 +24,9 @@ DEFAULT_STEP: Final = 256 << 20
 class Arena:
     """A mapping of `size` bytes of which the first `allocated` may be touched. Safe for several threads."""
 
+    _populate = memory.MADV_POPULATE_READ
+    """Enough for memory that is allocated already: it maps whole groups of pages, and for writing too."""
+
     def __init__(self, mapping: mmap.mmap, size: int) -> None:
         self.size: Final = size
         self._map: mmap.mmap | None = mapping
@@ -89,7 +92,7 @@ class Arena:
         begin = first * memory.HUGE_PAGE
         end = min(stop * memory.HUGE_PAGE, self.allocated)
         if begin < end and self._map is not None:
-            memory.advise(self._address + begin, end - begin, memory.MADV_POPULATE_READ)
+            memory.advise(self._address + begin, end - begin, self._populate)
         # The last page may be half allocated: it is looked at again when the arena has grown.
         for index in range(first, end // memory.HUGE_PAGE):
             self._faulted[index] = 1
@@ -111,13 +114,18 @@ class Arena:
 
 
 class GrowingArena(Arena):
-    """An arena whose owner allocates it step by step."""
+    """An arena whose owner allocates it step by step.
+
+    With `maps_ahead` each step is also mapped into this process, for one that writes into the arena itself
+    (UCX).
+    """
 
     def __init__(self, mapping: mmap.mmap, size: int, step: int) -> None:
         super().__init__(mapping, size)
         self._step = max(step, mmap.PAGESIZE)
         self._allocated = 0
         self._grow = threading.Lock()
+        self.maps_ahead = False
 
     @property
     def allocated(self) -> int:
@@ -133,9 +141,12 @@ class GrowingArena(Arena):
         if upto > self.size:
             raise _no_memory(upto, self.size, "the arena is that small")
         with self._grow:
+            before = self._allocated
             target = min(self.size, -(-upto // self._step) * self._step)
-            if target > self._allocated and not self._allocate(target):
+            if target > before and not self._allocate(target):
                 self._allocate_exactly(upto)
+            if self.maps_ahead:
+                self.prefault(before, self._allocated - before)
 
     def unlink(self) -> None:
         """Take the arena's name away, if it has one. Idempotent."""
@@ -153,6 +164,7 @@ class GrowingArena(Arena):
 class PrivateArena(GrowingArena):
     """Anonymous memory, for a server whose clients all come over UCX or inline."""
 
+    _populate = memory.MADV_POPULATE_WRITE
     name: Final = ""
     nonce: Final = b""
 

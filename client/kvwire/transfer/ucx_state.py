@@ -196,10 +196,14 @@ class UcxState:
             found = self._look(0, self._any)
             if found is None:
                 return
-            prefix = tags.lease_prefix(found[0])
-            if prefix in self._discards:
-                self._drop(found[0])
-            elif not self._take(prefix):
+            tag, length = found
+            prefix = tags.lease_prefix(tag)
+            op = self._wanted[prefix].get(tag) if prefix in self._wanted else None
+            if op is not None:
+                self._accept(op, length)
+            elif prefix in self._discards:
+                self._drop(tag)
+            else:
                 break
         # The first message waits for a receive that comes later: look for the others one by one.
         for prefix in list(self._wanted):

@@ -159,6 +159,8 @@ def test_private_arena_has_the_same_shape():
         arena.view(HEADER_BYTES, 1)
     arena.ensure(2 * MIB)
     arena.prefault(HEADER_BYTES, MIB)
+    arena.maps_ahead = True
+    arena.ensure(3 * MIB)
     arena.array(HEADER_BYTES, MIB).fill(5)
     with pytest.raises(OutOfSpace):
         arena.ensure(arena.size + 1)
@@ -188,7 +190,8 @@ def start(code, *argv):
 
 
 def test_sweep_takes_dead_arenas_only():
-    prefix = f"kvwire-t{secrets.token_hex(3)}-"
+    # Not "kvwire-": a server that starts on this machine meanwhile would sweep it too.
+    prefix = f"kvwire_t{secrets.token_hex(3)}-"
     with start(CRASHED_SERVER, prefix, "die") as dead, start(CRASHED_SERVER, prefix, "live") as live:
         dead_names = dead.stdout.readline().split()
         live_names = live.stdout.readline().split()
@@ -238,7 +241,7 @@ def test_liveness_outlives_the_parent_of_a_forked_child(arena):
         client.wait(10)
         assert lock.is_held()  # the child has the arena mapped just as its parent had
         os.kill(int(pids["child"]), signal.SIGKILL)
-        for _ in range(200):
+        for _ in range(1000):
             if not lock.is_held():
                 break
             signal.sigtimedwait([], 0.01)
