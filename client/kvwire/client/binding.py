@@ -170,9 +170,10 @@ class PathRegistrar:
         """Register with one offer after the other, until a path is proven."""
         causes: dict[str, str] = {}
         unproven = 0
+        device = self._memory.device if self._memory is not None else "cpu"
         for path in self._choice:
             try:
-                candidate = paths.Candidate(path, self._spec.ucx_devices)
+                candidate = paths.Candidate(path, self._spec.ucx_devices, device)
             except FAULTS as error:
                 causes[path.label] = _cause(error)
                 continue

@@ -44,9 +44,13 @@ class Candidate:
     `close` it where it is not taken, and when it is done with.
     """
 
-    def __init__(self, path: Path, devices: tuple[str, ...] = ()) -> None:
-        """Raises MissingExtra, ConfigError or DataPathUnavailable where this process cannot offer it."""
+    def __init__(self, path: Path, devices: tuple[str, ...] = (), memory_device: str = "cpu") -> None:
+        """Raises MissingExtra, ConfigError or DataPathUnavailable where this process cannot offer it.
+
+        `memory_device` is the type of the device that the KV lies on.
+        """
         self.path: Final = path
+        self._memory_device = memory_device
         self._use: EngineUse | None = engines.use(_KINDS[path], devices) if path in _KINDS else None
         self._end: DataPath | None = None
 
@@ -73,7 +77,12 @@ class Candidate:
             return InlinePath(client, registered.registration_id)
         if self.path is Path.SHM and registered.shm is not None:
             access = registered.shm
-            return ShmPath.open(access.arena_name, access.nonce, access.liveness_name)
+            shm = ShmPath.open(access.arena_name, access.nonce, access.liveness_name)
+            if self._memory_device == "cuda":
+                from kvwire.transfer.cuda import PageLock
+
+                shm.keep_page_locked(PageLock(shm.arena))
+            return shm
         if self._use is not None and registered.ucx is not None:
             return _connect_ucx(self.path.label, self._use, registered.ucx)
         raise DataPathUnavailable(

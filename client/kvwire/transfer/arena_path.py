@@ -12,6 +12,7 @@ from kvwire.transfer.shm import LivenessLock, MappedArena
 if TYPE_CHECKING:
     from kvwire.transfer.arena import Arena
     from kvwire.transfer.base import ByteArray, Drain, Fill, Slot, Ticket
+    from kvwire.transfer.cuda import PageLock
     from kvwire.transfer.liveness import HeldLock
 
 DEFAULT_CHECK_SHARE: Final = 1 / 32
@@ -70,8 +71,7 @@ class ArenaPath:
             raise DataPathUnavailable(f"The data path {self.name} is closed.", path=self.name)
         return self._arena
 
-    @staticmethod
-    def _place(arena: Arena, slot: Slot) -> ByteArray:
+    def _place(self, arena: Arena, slot: Slot) -> ByteArray:
         place = arena.array(slot.arena_offset, slot.size_bytes)
         arena.prefault(slot.arena_offset, slot.size_bytes)
         return place
@@ -91,6 +91,7 @@ class ShmPath(ArenaPath):
         super().__init__("shm", arena, check_share)
         self._mapped = arena
         self._held = held
+        self._page_lock: PageLock | None = None
 
     @classmethod
     def open(
@@ -108,9 +109,20 @@ class ShmPath(ArenaPath):
     def arena(self) -> MappedArena:
         return self._mapped
 
+    def keep_page_locked(self, page_lock: PageLock) -> None:
+        """For a worker whose pages are on a device. Before the first transfer."""
+        self._page_lock = page_lock
+
+    def _place(self, arena: Arena, slot: Slot) -> ByteArray:
+        if self._page_lock is not None:
+            self._page_lock.cover()
+        return super()._place(arena, slot)
+
     def close(self) -> None:
         """To be called when no thread copies any more: the server takes this for the end of the process."""
         super().close()
+        if self._page_lock is not None:
+            self._page_lock.close()
         self._mapped.close()
         self._held.close()
 

@@ -7,6 +7,7 @@ be page-locked (`register_host`): otherwise the driver copies once more.
 
 from __future__ import annotations
 
+import logging
 import threading
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,8 +15,13 @@ from kvwire.errors import LayoutUnsupported
 from kvwire.transfer.torch_pages import import_torch
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.transfer.arena import Arena
     from kvwire.transfer.base import ByteArray
     from kvwire.transfer.geometry import Index, Segment
+
+logger = logging.getLogger(__name__)
 
 DMA_BYTES: Final = 256 << 10
 BUFFER_BYTES: Final = 32 << 20
@@ -130,6 +136,48 @@ def register_host(array: ByteArray) -> bool:
 
 def unregister_host(array: ByteArray) -> None:
     import_torch().cuda.cudart().cudaHostUnregister(array.ctypes.data)
+
+
+class PageLock:
+    """Keeps an arena page-locked for the device while it grows, so that a copy is one DMA.
+
+    A driver that refuses is told to nobody twice: copies work without, but slower.
+    """
+
+    def __init__(
+        self,
+        arena: Arena,
+        register: Callable[[ByteArray], bool] = register_host,
+        unregister: Callable[[ByteArray], None] = unregister_host,
+    ) -> None:
+        self._arena = arena
+        self._register = register
+        self._unregister = unregister
+        self._upto = arena.base
+        self._locked: list[ByteArray] = []
+        self._lock = threading.Lock()
+
+    def cover(self) -> None:
+        """Lock what the arena has grown by since the last call."""
+        if self._arena.allocated <= self._upto:
+            return
+        with self._lock:
+            end = self._arena.allocated
+            if end <= self._upto:
+                return
+            grown = self._arena.array(self._upto, end - self._upto)
+            self._upto = end
+            if self._register(grown):
+                self._locked.append(grown)
+            else:
+                logger.warning("kvwire: the driver does not page-lock the arena; copies will be slower")
+
+    def close(self) -> None:
+        """Before the arena is unmapped."""
+        with self._lock:
+            locked, self._locked = self._locked, []
+        for part in locked:
+            self._unregister(part)
 
 
 def _grid(torch: Any, segment: Segment) -> Any:

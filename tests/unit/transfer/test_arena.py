@@ -256,3 +256,37 @@ def test_lock_of_a_server_that_is_gone_cannot_be_opened(arena):
         LivenessLock.open(lock.name)
     with pytest.raises(DataPathUnavailable):
         LivenessLock.open("../" + lock.name)
+
+
+def test_pages_are_locked_as_the_arena_grows():
+    from kvwire.transfer.cuda import PageLock
+
+    arena = PrivateArena.create(1 << 20, step=1 << 18)
+    locked, unlocked = [], []
+    lock = PageLock(
+        arena, lambda part: locked.append(part.nbytes) or True, lambda part: unlocked.append(part.nbytes)
+    )
+    lock.cover()
+    assert locked == []
+    arena.ensure(arena.base + 100)
+    lock.cover()
+    lock.cover()
+    arena.ensure(arena.size)
+    lock.cover()
+    assert len(locked) == 2
+    assert sum(locked) == arena.capacity
+    lock.close()
+    assert unlocked == locked
+    arena.close()
+
+
+def test_a_driver_that_does_not_lock_is_no_failure(caplog):
+    from kvwire.transfer.cuda import PageLock
+
+    arena = PrivateArena.create(1 << 20)
+    arena.ensure(arena.size)
+    lock = PageLock(arena, lambda part: False, lambda part: pytest.fail("nothing was locked"))
+    lock.cover()
+    lock.close()
+    assert "does not page-lock" in caplog.text
+    arena.close()
