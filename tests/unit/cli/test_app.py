@@ -109,7 +109,10 @@ def test_a_reader_that_goes_away_is_no_error():
 
 
 def test_without_the_extra_the_error_names_it():
-    program = "import sys; sys.modules['cyclopts'] = None; from kvwire.cli.app import main; sys.exit(main(['status']))"
+    program = (
+        "import sys; sys.modules['cyclopts'] = None;"
+        "from kvwire.cli.app import main; sys.exit(main(['status']))"
+    )
     run = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert run.returncode == app.USAGE
     assert "kvwire[cli]" in run.stderr
