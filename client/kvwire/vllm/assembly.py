@@ -6,7 +6,9 @@ import logging
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from kvwire import telemetry
 from kvwire.client.channel import TlsConfig
+from kvwire.errors import ConfigError, MissingExtra
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
@@ -41,6 +43,7 @@ class Engine:
         """Raises ConfigError or LayoutUnsupported for what this connector cannot serve."""
         transfer = vllm_config.kv_transfer_config
         config = connector_config(transfer.kv_connector_extra_config)
+        _trace_like_the_engine(config, vllm_config)
         layout = read_layout(vllm_config, kv_cache_config)
         namespace = engine_namespace(config, vllm_config, kv_cache_config, layout)
         return cls(config, layout, namespace, str(transfer.engine_id), transfer)
@@ -165,6 +168,19 @@ def to_op(job: Job) -> LoadStoreOp:
         keys=job.prompt.keys,
         namespace=job.prompt.namespace,
     )
+
+
+def _trace_like_the_engine(config: ConnectorConfig, vllm_config: Any) -> None:
+    """Before any client is made: kvwire's spans join the trace of the engine's request."""
+    engines = getattr(vllm_config.observability_config, "otlp_traces_endpoint", None) or ""
+    if telemetry.active() is not None or not (config.otlp_endpoint or engines):
+        return
+    try:
+        telemetry.setup_tracing("kvwire-vllm", config.otlp_endpoint or engines)
+    except (MissingExtra, ConfigError) as error:
+        if config.otlp_endpoint:
+            raise
+        logger.warning("kvwire: the engine is traced, and kvwire in it is not: %s", error)
 
 
 def _log_like_the_engine() -> None:

@@ -41,6 +41,9 @@ class ConnectorConfig:
         "Longest wait for a store whose blocks the engine needs; then the store is given up.", 5.0
     )
     shutdown_wait: float = setting("Longest wait for stores in flight when the engine stops.", 5.0)
+    otlp_endpoint: str = setting(
+        "OTLP/gRPC endpoint for kvwire's own spans. Default: the engine's --otlp-traces-endpoint.", ""
+    )
     token_file: str = setting("File whose content is sent as bearer token.", "")
     tls: bool = setting("Use TLS. Without tls_ca the system's roots are trusted.", False)
     tls_ca: str = setting("PEM file with the CA of the server's certificate; turns TLS on.", "")

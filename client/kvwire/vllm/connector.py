@@ -114,6 +114,11 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def _finished(self, request: Any) -> bool:
         return self._of_scheduler.side.finished(request)
 
+    def reset_cache(self) -> bool | None:
+        """The server is shared, so an engine cannot empty it: vLLM is told that nothing was reset."""
+        logger.warning("kvwire: the cache server is not reset; `kvwire` has commands of its own for that")
+        return False
+
     # The workers' side
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvwire.keys import Namespace
     from kvwire.vllm.plan import BlockPlan
 
@@ -24,12 +26,16 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One load or store of one request. `lost` are blocks of a load that has failed before it began."""
+    """One load or store of one request.
+
+    `lost` are blocks of a load that has failed before it began. `trace` are the W3C headers of its trace.
+    """
 
     request_id: str
     prompt: Prompt
     plan: BlockPlan
     lost: frozenset[int] = frozenset()
+    trace: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire import telemetry
 from kvwire.errors import KvwireError
 from kvwire.vllm.identity import AdapterId, adapter_of, extra_inputs, session_id
 from kvwire.vllm.tracker import RequestTracker
@@ -47,6 +48,7 @@ class TrackerFactory:
             session_id=session_id(request.request_id),
             namespace=namespace,
             extras=extras,
+            trace=_trace(request),
             cacheable=cacheable and _can_be_cached(request) and len(extras) <= _MAX_EXTRA_INPUTS,
             preemptions=request.num_preemptions,
         )
@@ -60,6 +62,17 @@ class TrackerFactory:
                 self._adapters.clear()
             self._adapters[state] = adapter_of(lora_request)
         return self._adapters[state]
+
+
+def _trace(request: Any) -> dict[str, str]:
+    """The headers of the request's trace, or of one that begins here; empty while tracing is off."""
+    if telemetry.active() is None:
+        return {}
+    headers = getattr(request, "trace_headers", None)
+    if headers:
+        return dict(headers)
+    with telemetry.span("request", request_id=request.request_id):
+        return telemetry.headers_from_context()
 
 
 def _can_be_cached(request: Any) -> bool:

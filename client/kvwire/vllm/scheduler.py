@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kvwire import telemetry
 from kvwire.vllm.blocks import blocks_between, given_out
 from kvwire.vllm.layout import ChunkCut
 from kvwire.vllm.metadata import Job, Prompt, StepMetadata
@@ -204,14 +205,15 @@ class SchedulerSide:
     def _ask(self, tracker: RequestTracker, cut: ChunkCut) -> None:
         tracker.asked = tokens_to_ask(cut, tracker.request.num_tokens)
         tracker.stage = Stage.ASKED
-        self._lookups.maybe_submit_lookup_request(
-            tracker.session_id,
-            tokens=tracker.request.all_token_ids[: tracker.asked],
-            adapter=tracker.namespace.adapter,
-            adapter_revision=tracker.namespace.adapter_revision,
-            salt=tracker.namespace.salt,
-            extra_inputs=tracker.extras_before(tracker.asked),
-        )
+        with telemetry.attached(telemetry.context_from_headers(tracker.trace)):
+            self._lookups.maybe_submit_lookup_request(
+                tracker.session_id,
+                tokens=tracker.request.all_token_ids[: tracker.asked],
+                adapter=tracker.namespace.adapter,
+                adapter_revision=tracker.namespace.adapter_revision,
+                salt=tracker.namespace.salt,
+                extra_inputs=tracker.extras_before(tracker.asked),
+            )
 
     def _start_over(self, tracker: RequestTracker) -> None:
         """After a preemption, and before a lease runs out while the request waits for blocks."""
@@ -243,7 +245,8 @@ class SchedulerSide:
             logger.warning("kvwire: request %s cannot be loaded: %s", tracker.request_id, error)
             plan, lost = BlockPlan(()), blocks_between(self._layout, tables, start, end)
         tracker.loading_blocks = plan.block_ids | lost
-        self._new_loads.append(Job(tracker.request_id, Prompt(tracker.session_id), plan, lost))
+        prompt = Prompt(tracker.session_id)
+        self._new_loads.append(Job(tracker.request_id, prompt, plan, lost, tracker.trace))
         tracker.released_chunks = start // cut.chunk_size
         if tracker.released_chunks > 0:
             self._lookups.release_lookup(tracker.session_id, 0, tracker.released_chunks)
@@ -308,4 +311,4 @@ class SchedulerSide:
             prompt = Prompt(tracker.session_id, tracker.namespace, keys)
         tracker.open_stores += self._layout.world_size
         self._open_stores += self._layout.world_size
-        return [Job(tracker.request_id, prompt, plan)]
+        return [Job(tracker.request_id, prompt, plan, trace=tracker.trace)]

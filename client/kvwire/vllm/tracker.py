@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from kvwire.keys import ChunkHasher, root
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvwire.keys import ExtraInput, Namespace
 
 
@@ -35,6 +37,7 @@ class RequestTracker:
     namespace: Namespace
     extras: tuple[ExtraInput, ...]
     cacheable: bool
+    trace: Mapping[str, str] = field(default_factory=dict)
     stage: Stage = Stage.NEW
     preemptions: int = 0
     asked: int = 0

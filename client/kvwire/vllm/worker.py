@@ -7,6 +7,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from kvwire import telemetry
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
 
 if TYPE_CHECKING:
@@ -144,7 +145,8 @@ class WorkerSide:
 
     def _start(self, job: Job, submit: Callable[..., Transfer], event: Any) -> Transfer | None:
         try:
-            return submit(job.request_id, self._to_op(job), event)
+            with telemetry.attached(telemetry.context_from_headers(job.trace)):
+                return submit(job.request_id, self._to_op(job), event)
         except Exception:
             logger.exception("kvwire: a transfer of request %s could not be started", job.request_id)
             return None
