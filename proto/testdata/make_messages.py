@@ -3,9 +3,9 @@
     python proto/testdata/make_messages.py            writes messages.json
     python proto/testdata/make_messages.py --check    compares
 
-A client in any language can check its stubs by them: parse `wire` and compare with `json`. Implementations may
-order fields differently, so what they write is compared by what it parses to.
-The bytes are made here field by field, after the encoding that protobuf documents, and not by a library.
+A client in any language can check its stubs by them: parse `wire` and compare with `json`. Implementations
+may order fields differently, so what they write is compared by what it parses to.
+The bytes are made here field by field, after the encoding that protobuf documents, not by a library.
 """
 
 from __future__ import annotations
