@@ -1,4 +1,4 @@
-"""UCX over TCP: a sender that leaves right after its store has lost nothing; nobody waits for ever (BL-70)."""
+"""UCX over TCP: a sender that leaves right after its store lost nothing; nobody waits for ever (BL-70)."""
 
 from __future__ import annotations
 

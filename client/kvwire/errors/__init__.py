@@ -1,8 +1,8 @@
 """Every error of kvwire: one class per reason of `kvwire.v1.ErrorReason`, in one table.
 
-The classes know neither gRPC nor protobuf. `code` is the name of the gRPC status code that the reason travels under;
-`kvwire.client.status` turns an error into a `google.rpc.Status` and back. `metadata` holds every dynamic part of the
-text, so that a program never has to parse it.
+The classes know neither gRPC nor protobuf. `code` names the gRPC status code that the reason travels under;
+`kvwire.client.status` turns an error into a `google.rpc.Status` and back. `metadata` holds every dynamic
+part of the text, so that a program never has to parse it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ChunkSizeNotNegotiated(KvwireError):
 
 
 class ChunkSizeIncompatible(KvwireError):
-    """The bound chunk size is not a multiple of the caller's alignment. Metadata names size, alignment and binder."""
+    """The bound chunk size is no multiple of the caller's alignment. Metadata: size, alignment, binder."""
 
     reason = "CHUNK_SIZE_INCOMPATIBLE"
     code = "FAILED_PRECONDITION"
@@ -180,7 +180,7 @@ class ObjectNotFound(KvwireError):
 
 
 class OutOfSpace(KvwireError):
-    """No memory for the object: larger than the pool, or everything else is pinned. Metadata `needed`, `capacity`."""
+    """No memory: larger than the pool, or all else is pinned. Metadata `needed`, `capacity`."""
 
     reason = "OUT_OF_SPACE"
     code = "RESOURCE_EXHAUSTED"
@@ -282,7 +282,7 @@ class FleetMixed(KvwireError):
 
 
 class ConfigError(KvwireError):
-    """A setting has a value that the program cannot work with. The text names the setting. Never crosses the wire."""
+    """A setting has a value that does not work. The text names the setting. Never crosses the wire."""
 
     reason = "CONFIG_INVALID"
     code = "INVALID_ARGUMENT"
@@ -314,7 +314,7 @@ ERRORS: dict[str, type[KvwireError]] = _all_errors()
 
 
 def error_for_reason(reason: str, message: str, metadata: dict[str, str]) -> KvwireError | None:
-    """The typed error for a reason that came over the wire, or None for a reason this version does not know."""
+    """The typed error for a reason from the wire, or None for one that this version does not know."""
     cls = ERRORS.get(reason)
     if cls is None:
         return None
