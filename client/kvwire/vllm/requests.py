@@ -71,7 +71,7 @@ def _trace(request: Any) -> dict[str, str]:
     headers = getattr(request, "trace_headers", None)
     if headers:
         return dict(headers)
-    with telemetry.span("request", request_id=request.request_id):
+    with telemetry.span("kvwire.request", request_id=request.request_id):
         return telemetry.headers_from_context()
 
 
