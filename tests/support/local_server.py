@@ -35,7 +35,7 @@ class LocalServer:
         self.config = ServerConfig(**{**defaults, **settings})
         self._channels: list[grpc.Channel] = []
         self._ready = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="local-server")
+        self._thread = threading.Thread(target=self._serve, name="local-server", daemon=True)
         self._failure: BaseException | None = None
 
     def __enter__(self):
