@@ -191,11 +191,7 @@ def test_bl73_cancel_a_large_transfer_a_hundred_times(engine, kind, start):
         with pytest.raises(TransferFailed):
             op.future.result(20)
     buffer = np.zeros(MIB, dtype=np.uint8)
-    op = (
-        engine.recv(TAG - 1, buffer, peer)
-        if False
-        else engine.recv(tags.encode(Kind.STORE, 999), buffer, peer)
-    )
+    op = engine.recv(tags.encode(Kind.STORE, 999), buffer, peer)
     child.ask(do="send", tag=tags.encode(Kind.STORE, 999), nbytes=MIB, seed=2, wait=False)
     op.future.result(20)
     assert (buffer == pattern(2, MIB)).all()
