@@ -9,6 +9,7 @@ import pytest
 
 from e2e.harness import SHELF, Answer, engine, prompt
 from kvwire.client.types import KeyRange, ReleaseItem, TransferItem
+from kvwire.vllm.plan import PlanError
 
 MODELS = ["llama", "gemma3"]
 PROMPTS = SHELF[:4]
@@ -114,6 +115,25 @@ def test_bl22_or_the_request_fails(model, library, baseline, monkeypatch):
         assert [answer.tokens for answer in answers][1:] == right[1:]
         assert second.free_blocks() == free
         assert [answer.tokens for answer in second.run(*PROMPTS)] == right
+
+
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize(("policy", "reason"), [("recompute", "length"), ("fail", "error")])
+def test_a_load_that_never_begins_has_failed(model, policy, reason, library, baseline, monkeypatch):
+    (right,) = baseline(model, PROMPTS[0])
+    with engine(model, library(model), policy=policy) as second:
+        free = second.free_blocks()
+        with monkeypatch.context() as patch:
+            patch.setattr("kvwire.vllm.scheduler.load_plan", unplannable)
+            (answer,) = second.run(PROMPTS[0])
+        assert answer.reason == reason
+        assert policy == "fail" or answer.tokens == right
+        assert second.free_blocks() == free
+        assert second.run(PROMPTS[0]) == [Answer(right, 192, "length")]
+
+
+def unplannable(*args):
+    raise PlanError("not today")
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -59,6 +59,16 @@ class Request:
         return len(self.all_token_ids)
 
 
+class Blocks:
+    """vLLM's KVCacheBlocks."""
+
+    def __init__(self, *tables):
+        self._tables = tables
+
+    def get_block_ids(self):
+        return self._tables
+
+
 @dataclass
 class FakeLookups:
     """SchedulerAdapter, with answers given by the test."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from kvwire.vllm.layout import NULL_BLOCK
-
 if TYPE_CHECKING:
     from collections.abc import Iterator, Sequence
 
@@ -15,18 +13,6 @@ if TYPE_CHECKING:
 def given_out(scheduler_output: Any, layout: EngineLayout) -> frozenset[int]:
     """The blocks that requests write to from this step on: their new ones, not those that they share."""
     return frozenset(_given_out(scheduler_output, layout))
-
-
-def blocks_between(
-    layout: EngineLayout, tables: Sequence[Sequence[int]], start: int, end: int
-) -> frozenset[int]:
-    """The blocks of tokens [start, end) in all cacheable groups, as far as the table has them."""
-    return frozenset(
-        block
-        for group in layout.groups
-        for block in tables[group.engine_index][start // group.span_tokens : -(-end // group.span_tokens)]
-        if block != NULL_BLOCK
-    )
 
 
 def _given_out(scheduler_output: Any, layout: EngineLayout) -> Iterator[int]:

@@ -92,7 +92,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_nothing)
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        self._of_scheduler.side.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self._of_scheduler.side.allocated(request, blocks, num_external_tokens)
 
     @contained(StepMetadata)
     def build_connector_meta(self, scheduler_output: Any) -> StepMetadata:

@@ -26,15 +26,14 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One load or store of one request.
+    """One load or store of one request. A load without blocks has failed before it began.
 
-    `lost` are blocks of a load that has failed before it began. `trace` are the W3C headers of its trace.
+    `trace` are the W3C headers of the request's trace.
     """
 
     request_id: str
     prompt: Prompt
     plan: BlockPlan
-    lost: frozenset[int] = frozenset()
     trace: Mapping[str, str] = field(default_factory=dict)
 
 

@@ -6,7 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvwire import telemetry
-from kvwire.vllm.blocks import blocks_between, given_out
+from kvwire.vllm.blocks import given_out
 from kvwire.vllm.layout import ChunkCut
 from kvwire.vllm.metadata import Job, Prompt, StepMetadata
 from kvwire.vllm.plan import BlockPlan, PlanError, external_tokens, load_plan, store_plan, tokens_to_ask
@@ -86,6 +86,9 @@ class SchedulerSide:
         if tracker.preemptions != request.num_preemptions:
             self._start_over(tracker)
         if cut is None or not self._may_ask(tracker, cut):
+            # What an earlier answer promised may be gone with the server.
+            tracker.hit = 0
+            self._unanswered.discard(tracker.request_id)
             return 0
         if tracker.stage is Stage.ASKED and self._lookups.is_lookup_stale(tracker.session_id):
             self._start_over(tracker)
@@ -103,14 +106,11 @@ class SchedulerSide:
         )
         return tracker.promised
 
-    def allocated(self, request: Any, tables: Sequence[Sequence[int]], num_external: int) -> None:
+    def allocated(self, request: Any, blocks: Any, num_external: int) -> None:
         """The engine has blocks for a request. With external tokens a load begins; else leases end."""
-        tracker = self._trackers.get(request.request_id)
-        cut = self._chunks()
-        if tracker is None or cut is None:
-            return
+        tracker = self._tracker(request)
         if num_external > 0:
-            self._load(tracker, cut, tables, num_external)
+            self._load(tracker, blocks, num_external)
         elif tracker.stage is not Stage.LOADING:
             self._admit(tracker)
 
@@ -131,25 +131,26 @@ class SchedulerSide:
     # What the engine says in every step
 
     def step(self, scheduler_output: Any) -> StepMetadata:
-        """The loads and stores of one step."""
-        idle = scheduler_output.total_num_scheduled_tokens == 0
-        if idle and self._unanswered:
-            self._lookups.wait_for_lookups(_PAUSE)
-        loads, self._new_loads = self._new_loads, []
-        held, self._held = self._held, set()
-        # Before `_stores` counts those of this step, which read what this step writes.
-        overwritten = self._overwritten(scheduler_output, loads)
-        return StepMetadata(loads, self._stores(scheduler_output), overwritten, frozenset(held), idle)
-
-    def _overwritten(self, scheduler_output: Any, loads: list[Job]) -> frozenset[int] | None:
-        if self._open_stores <= 0:
-            return frozenset()
+        """The loads and stores of one step. Whatever fails, loads are handed on: somebody waits for them."""
+        step = StepMetadata(loads=self._new_loads, held=frozenset(self._held), overwritten=None)
+        self._new_loads, self._held = [], set()
         try:
-            blocks = given_out(scheduler_output, self._layout)
+            self._fill(step, scheduler_output)
         except Exception:
-            logger.exception("kvwire: what this step overwrites is not known")
-            return None
-        return blocks.union(*(job.plan.block_ids for job in loads))
+            logger.exception("kvwire: nothing is stored in this step")
+        return step
+
+    def _fill(self, step: StepMetadata, scheduler_output: Any) -> None:
+        step.idle = scheduler_output.total_num_scheduled_tokens == 0
+        if step.idle and self._unanswered:
+            self._lookups.wait_for_lookups(_PAUSE)
+        step.overwritten = frozenset()
+        if self._open_stores > 0:
+            step.overwritten = None
+            blocks = given_out(scheduler_output, self._layout)
+            step.overwritten = blocks.union(*(job.plan.block_ids for job in step.loads))
+        # These read what this step writes, so they come after it.
+        step.stores = self._stores(scheduler_output)
 
     def worker_output(self, output: Any) -> None:
         """What the workers have finished."""
@@ -231,25 +232,31 @@ class SchedulerSide:
 
     # Loads
 
-    def _load(
-        self, tracker: RequestTracker, cut: ChunkCut, tables: Sequence[Sequence[int]], num_external: int
-    ) -> None:
-        start, end = tracker.local, tracker.local + num_external
+    def _load(self, tracker: RequestTracker, blocks: Any, num_external: int) -> None:
+        """Queue a load. One that cannot be planned is queued too, to fail: the engine waits for its end."""
         tracker.stage = Stage.LOADING
+        plan = BlockPlan(())
         try:
-            if num_external != tracker.promised:
-                raise PlanError(f"the engine loads {num_external} tokens instead of {tracker.promised}")
-            plan, lost = load_plan(cut, tables, start, end), frozenset[int]()
+            plan = self._load_plan(tracker, blocks.get_block_ids(), num_external)
         except PlanError as error:
-            # The engine waits for this load, so it must fail in the usual way.
             logger.warning("kvwire: request %s cannot be loaded: %s", tracker.request_id, error)
-            plan, lost = BlockPlan(()), blocks_between(self._layout, tables, start, end)
-        tracker.loading_blocks = plan.block_ids | lost
+        except Exception:
+            logger.exception("kvwire: request %s cannot be loaded", tracker.request_id)
+        tracker.loading_blocks = plan.block_ids
         prompt = Prompt(tracker.session_id)
-        self._new_loads.append(Job(tracker.request_id, prompt, plan, lost, tracker.trace))
-        tracker.released_chunks = start // cut.chunk_size
+        self._new_loads.append(Job(tracker.request_id, prompt, plan, tracker.trace))
+
+    def _load_plan(
+        self, tracker: RequestTracker, tables: Sequence[Sequence[int]], num_external: int
+    ) -> BlockPlan:
+        cut = self._chunks()
+        if cut is None or num_external != tracker.promised:
+            raise PlanError(f"the engine loads {num_external} tokens instead of {tracker.promised}")
+        plan = load_plan(cut, tables, tracker.local, tracker.local + num_external)
+        tracker.released_chunks = tracker.local // cut.chunk_size
         if tracker.released_chunks > 0:
             self._lookups.release_lookup(tracker.session_id, 0, tracker.released_chunks)
+        return plan
 
     def _loading_into(self, blocks: Collection[int]) -> set[str]:
         if not blocks:

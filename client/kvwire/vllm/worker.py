@@ -68,7 +68,7 @@ class _Store:
 
 
 class WorkerSide:
-    """One per worker. With one KV cache group an engine wants failed blocks, with several failed requests."""
+    """One per worker. With one KV cache group the engine is told of failed blocks, else of requests."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class WorkerSide:
         self._single_group = single_group
         self._store_wait = store_wait
         self._stores: list[_Store] = []
-        self._stillborn: dict[str, frozenset[int]] = {}
+        self._stillborn: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._ended_stores: dict[str, int] = {}
         self._reported_health = True
@@ -109,8 +109,9 @@ class WorkerSide:
 
     def start_loads(self, jobs: Iterable[Job]) -> None:
         for job in jobs:
-            if job.lost or self._start(job, self._transfers.submit_retrieve_request, None) is None:
-                self._stillborn[job.request_id] = job.plan.block_ids | job.lost
+            submit = self._transfers.submit_retrieve_request
+            if not job.plan.groups or self._start(job, submit, None) is None:
+                self._stillborn.add(job.request_id)
 
     def start_stores(self, jobs: Iterable[Job], event: Any = None) -> None:
         for job in jobs:
@@ -156,13 +157,11 @@ class WorkerSide:
         sent, received = self._transfers.get_finished(held)
         failed = self._transfers.failed_requests()
         blocks = self._transfers.get_block_ids_with_load_errors()
-        stillborn, self._stillborn = self._stillborn, {}
         if self._single_group:
-            self._failed_blocks.update(blocks, *stillborn.values())
+            self._failed_blocks |= blocks
             failed = set()
-        else:
-            failed = failed | stillborn.keys()
-        return Results(sent or set(), (received or set()) | stillborn.keys(), failed)
+        stillborn, self._stillborn = self._stillborn, set()
+        return Results(sent or set(), (received or set()) | stillborn, failed | stillborn)
 
     def _count_stores(self) -> None:
         running: list[_Store] = []

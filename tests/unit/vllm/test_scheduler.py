@@ -9,6 +9,7 @@ from kvwire.keys import ChunkHasher, root
 from kvwire.vllm.metadata import WorkerReport
 from support.fake_engine import (
     NAMESPACE,
+    Blocks,
     FakeLookups,
     Request,
     group,
@@ -29,7 +30,7 @@ def admit(side, lookups, request, hit, local=0, tables=None):
     lookups.hits[request.request_id] = hit
     promised = side.matched_tokens(request, local)
     tables = tables or [list(range(1, 1 + request.num_tokens // 32 + 1))]
-    side.allocated(request, tables, promised)
+    side.allocated(request, Blocks(*tables), promised)
     return promised, tables
 
 
@@ -90,6 +91,10 @@ class TestLookup:
         assert side.matched_tokens(request, 0) == 128
         lookups.is_healthy = False
         assert side.matched_tokens(request, 0) == 0
+        lookups.is_healthy = True
+        side.allocated(request, Blocks([1, 2, 3, 4, 5, 6, 7]), 0)
+        (job,) = prefill(side, request, 200, [[1, 2, 3, 4, 5, 6, 7]]).stores
+        assert job.plan.chunks == range(3)
 
     def test_does_not_promise_what_a_worker_could_not_load(self, lookups):
         side = scheduler_side(lookups, world_size=2)
@@ -160,7 +165,7 @@ class TestLoad:
         _, tables = admit(side, lookups, request, 128)
         side.step(step_output())
         side.worker_output(worker_output(received=["r"]))
-        side.allocated(request, tables, 0)
+        side.allocated(request, Blocks(*tables), 0)
         assert not side.step(step_output()).loads
         assert [call for call in lookups.calls if call[0] == "release"] == [("release", "r", 0, 0)]
 
@@ -179,13 +184,31 @@ class TestLoad:
         assert promised == 0
         assert lookups.calls[-1] == ("release", "r", 0, 0)
 
-    def test_a_table_that_does_not_fit_fails_the_load_in_the_usual_way(self, lookups):
+    @pytest.mark.parametrize("blocks", [Blocks([7, 0, 9]), Blocks(), object()])
+    def test_blocks_that_do_not_fit_fail_the_load_in_the_usual_way(self, lookups, blocks):
         side = scheduler_side(lookups)
         request = Request("r", range(200))
-        admit(side, lookups, request, 128, tables=[[7, 0, 9]])
+        side.matched_tokens(request, 0)
+        lookups.hits["r"] = 128
+        side.allocated(request, blocks, side.matched_tokens(request, 0))
         (job,) = side.step(step_output()).loads
-        assert job.lost == {7, 9}
+        assert (job.request_id, job.plan.groups) == ("r", ())
+
+    def test_a_count_that_was_not_promised_fails_the_load(self, lookups):
+        side = scheduler_side(lookups)
+        request = Request("r", range(200))
+        lookups.hits["r"] = 128
+        assert side.matched_tokens(request, 0) == 128
+        side.allocated(request, Blocks([1, 2, 3, 4, 5, 6, 7]), 64)
+        (job,) = side.step(step_output()).loads
         assert not job.plan.groups
+
+    def test_loads_are_handed_on_whatever_a_step_looks_like(self, lookups):
+        side = scheduler_side(lookups)
+        admit(side, lookups, Request("r", range(200)), 128)
+        step = side.step(object())
+        assert [job.request_id for job in step.loads] == ["r"]
+        assert step.overwritten is None
 
     @pytest.mark.parametrize("how", [{"bad_blocks": [3]}, {"failed": ["r"]}])
     def test_bl22_a_failed_load_is_not_promised_again(self, lookups, how):
@@ -212,7 +235,7 @@ class TestLoad:
         producer = scheduler_side(lookups, loads=False)
         lookups.hits["r"] = 128
         assert producer.matched_tokens(request, 0) == 0
-        producer.allocated(request, [[1, 2, 3, 4, 5, 6, 7]], 0)
+        producer.allocated(request, Blocks([1, 2, 3, 4, 5, 6, 7]), 0)
         assert prefill(producer, request, 200, [[1, 2, 3, 4, 5, 6, 7]]).stores
         consumer = scheduler_side(lookups, stores=False)
         request = Request("s", range(200))
@@ -295,7 +318,7 @@ class TestStore:
         side = scheduler_side(lookups)
         request = Request("r", range(200), skip_reading_prefix_cache=True)
         assert side.matched_tokens(request, 0) == 0
-        side.allocated(request, [[1, 2, 3, 4, 5, 6, 7]], 0)
+        side.allocated(request, Blocks([1, 2, 3, 4, 5, 6, 7]), 0)
         (job,) = prefill(side, request, 200, [[1, 2, 3, 4, 5, 6, 7]]).stores
         assert len(job.prompt.keys) == 3
         assert not lookups.asked
@@ -317,7 +340,7 @@ class TestStore:
         bad.all_token_ids[3] = -1
         for request in (good, bad):
             side.matched_tokens(request, 0)
-            side.allocated(request, [[1, 2, 3, 4]], 0)
+            side.allocated(request, Blocks([1, 2, 3, 4]), 0)
         tables = {"good": [[1, 2, 3, 4]], "bad": [[5, 6, 7, 8]]}
         step = side.step(step_output({"bad": 100, "good": 100}, tables=tables))
         assert [job.request_id for job in step.stores] == ["good"]

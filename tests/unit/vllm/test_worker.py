@@ -9,9 +9,9 @@ from kvwire.vllm.worker import WorkerSide
 from support.fake_engine import FakeTransfers
 
 
-def job(request_id, *blocks, lost=()):
+def job(request_id, *blocks):
     groups = (GroupBlocks(0, 0, 1, blocks),) if blocks else ()
-    return Job(request_id, Prompt(request_id), BlockPlan(groups), frozenset(lost))
+    return Job(request_id, Prompt(request_id), BlockPlan(groups))
 
 
 def worker(transfers, *, single_group=True, store_wait=0.0):
@@ -53,11 +53,10 @@ class TestLoads:
     def test_a_load_that_cannot_start_ends_at_once_and_has_failed(self, transfers, single_group):
         side = worker(transfers, single_group=single_group)
         transfers.raises = True
-        side.start_loads([job("r", 1, 2), job("s", lost={7})])
+        side.start_loads([job("r", 1, 2), job("s")])
         results = side.results(StepMetadata())
-        assert results.received == {"r", "s"}
-        assert results.failed == (set() if single_group else {"r", "s"})
-        assert side.take_failed_blocks() == ({1, 2, 7} if single_group else set())
+        assert results.received == results.failed == {"r", "s"}
+        assert not side.take_failed_blocks()
         assert not side.results(StepMetadata())
 
     def test_an_idle_step_waits_a_moment(self, transfers):
