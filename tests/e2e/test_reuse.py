@@ -49,9 +49,9 @@ def zero_what_is_loaded(running, monkeypatch):
     blocks = {}
     start_loads, collect = worker.side.start_loads, worker.side._collect
 
-    def note(jobs):
+    def note(jobs, event):
         blocks.update((job.request_id, sorted(job.plan.block_ids)) for job in jobs)
-        start_loads(jobs)
+        start_loads(jobs, event)
 
     def collect_zeroes(held):
         results = collect(held)

@@ -89,13 +89,14 @@ class WorkerParts:
             logger.info("kvwire: blocks move by %s", self.adapter.data_path)
 
     def event(self) -> Any:
-        """Marks the end of the step's kernels on an accelerator; None on a CPU, where they have ended."""
+        """Marks what the accelerator has been told so far; None on a CPU, where it is done."""
+        device = self.views[0][0].device
+        if device.type == "cpu":
+            return None
         import torch
 
-        if not torch.cuda.is_available():
-            return None
         event = torch.cuda.Event()
-        event.record()
+        event.record(torch.cuda.current_stream(device))
         return event
 
     def shutdown(self) -> None:

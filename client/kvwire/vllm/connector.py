@@ -130,7 +130,9 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @contained(_nothing)
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        self._of_worker.side.start_loads(self._step.loads)
+        worker = self._of_worker
+        if self._step.loads:
+            worker.side.start_loads(self._step.loads, worker.event())
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Loads are asynchronous: nothing of this step depends on them."""

@@ -57,6 +57,10 @@ def read_group(vllm_config: Any, index: int, group: Any) -> CacheGroup:
 
 
 def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
+        raise _unsupported(f"there is no way to copy blocks of a {current_platform.device_type} device")
     parallel = vllm_config.parallel_config
     if getattr(parallel, "pipeline_parallel_size", 1) > 1:
         raise _unsupported("with pipeline parallelism every stage holds other layers")
@@ -65,7 +69,11 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     model = vllm_config.model_config
     if model.is_encoder_decoder:
         raise _unsupported("an encoder-decoder model keeps KV that its decoder's tokens do not determine")
-    if model.use_mla and _is_cpu() and not vllm_config.scheduler_config.enable_chunked_prefill:
+    if (
+        model.use_mla
+        and current_platform.is_cpu()
+        and not vllm_config.scheduler_config.enable_chunked_prefill
+    ):
         raise _unsupported(
             "latent attention (MLA) on this CPU ignores KV that is already there and computes wrong output"
         )
@@ -114,12 +122,6 @@ def _one(index: int, windows: Iterable[int]) -> int:
     if len(sizes) != 1:
         raise _unsupported(f"the layers of KV cache group {index} have the windows {sorted(sizes)}")
     return sizes.pop()
-
-
-def _is_cpu() -> bool:
-    from vllm.platforms import current_platform
-
-    return bool(current_platform.is_cpu())
 
 
 def _unsupported(why: str) -> LayoutUnsupported:

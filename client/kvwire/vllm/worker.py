@@ -107,10 +107,10 @@ class WorkerSide:
                 logger.warning("kvwire: a store of request %s was given up for its blocks", store.request_id)
                 store.transfer.cancel()
 
-    def start_loads(self, jobs: Iterable[Job]) -> None:
+    def start_loads(self, jobs: Iterable[Job], event: Any = None) -> None:
         for job in jobs:
             submit = self._transfers.submit_retrieve_request
-            if not job.plan.groups or self._start(job, submit, None) is None:
+            if not job.plan.groups or self._start(job, submit, event) is None:
                 self._stillborn.add(job.request_id)
 
     def start_stores(self, jobs: Iterable[Job], event: Any = None) -> None:
