@@ -83,6 +83,25 @@ class Server:
             admin = admin_service_pb2_grpc.AdminServiceStub(channel)
             return admin.GetStatus(admin_service_pb2.GetStatusRequest(), timeout=timeout)
 
+    def assert_at_rest(self):
+        """Nothing is leased, reserved or remembered of requests that are over, and nobody gave back too much."""
+        deadline = time.monotonic() + 5
+        while True:
+            status = self.status()
+            left = {
+                "sessions": status.sessions,
+                "lookups": status.leases.lookup,
+                "reads": status.leases.read,
+                "writes": status.leases.write,
+                "reserved": status.memory.reserved_bytes,
+                "quarantined": status.memory.quarantined_bytes,
+                "surplus": status.counters.surplus_releases,
+            }
+            if not any(left.values()):
+                return
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
     def log(self):
         return self._log.read_text()
 
@@ -174,6 +193,20 @@ class Engine:
             )
             for output in outputs
         ]
+
+    def abort_after(self, steps, *prompts, salt=None):
+        from vllm import SamplingParams
+
+        running = self._llm.llm_engine
+        params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, detokenize=False)
+        ids = [
+            running.add_request(f"a{steps}-{i}", {"prompt_token_ids": tokens, "cache_salt": salt}, params)
+            for i, tokens in enumerate(prompts)
+        ]
+        for _ in range(steps):
+            running.step()
+        running.abort_request(ids, internal=True)
+        self.settle()
 
     @property
     def core(self):

@@ -29,6 +29,7 @@ def test_bl20_preemption(model, own_cache, server, baseline):
             assert preempted
             assert running.free_blocks() == 23
             cached.append(sum(answer.cached for answer in answers))
+        server.assert_at_rest()
     assert cached[1] >= 128 + 7 * 64
     with engine(model, server) as roomy:
         answers = roomy.run(*PROMPTS, num_tokens=80)

@@ -117,6 +117,21 @@ def test_bl23_overlap_with_the_engines_own_prefix_cache(model, library, baseline
         assert all(answer.cached >= 96 for answer in second.run(*heads))
 
 
+@pytest.mark.parametrize("model", MODELS)
+def test_bl13_nothing_stays_leased(model, library):
+    """Hits that were used, used in part, not needed at all, and of requests that were aborted on the way."""
+    server = library(model)
+    with engine(model, server, enable_prefix_caching=True) as running:
+        running.run(*SHELF, salt="t1")
+        running.run(SHELF[0][:110] + prompt(20, seed=1))
+        running.run(*SHELF)
+        running.run(*SHELF)
+        for steps in range(4):
+            running.abort_after(steps, *SHELF[:4], salt=f"t{steps}")
+        server.assert_at_rest()
+    server.assert_at_rest()
+
+
 def test_a_longer_chunk_keeps_only_the_end_of_a_window(serve, baseline):
     """Chunks of 128 tokens, windows of 64: an object of a window group has half the blocks."""
     server = serve(chunk_size=128)
