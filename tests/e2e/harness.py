@@ -84,7 +84,7 @@ class Server:
             return admin.GetStatus(admin_service_pb2.GetStatusRequest(), timeout=timeout)
 
     def assert_at_rest(self):
-        """Nothing is leased, reserved or remembered of requests that are over, and nobody gave back too much."""
+        """Nothing is leased, reserved or remembered of requests that are over; nobody gave back too much."""
         deadline = time.monotonic() + 5
         while True:
             status = self.status()
