@@ -8,7 +8,7 @@ segment, in which a row is named by its number: gathering and scattering are the
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,35 +56,35 @@ class Segment:
     on_grid: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Consecutive rows of an object, all of one segment. The first lies at `start` in the object."""
+class Run(NamedTuple):
+    """Consecutive rows of an object, all of one segment: its bytes [start, stop)."""
 
     segment: Segment
-    index: Index
+    rows: Index
     start: int
+    stop: int
     has_skips: bool
 
-    @property
-    def stop(self) -> int:
-        return self.start + len(self.index) * self.segment.row_bytes
 
-
-@dataclass(frozen=True, slots=True)
 class _Strip:
     """The rows of some layers in one segment: those of block i are `first + i * step`."""
 
-    segment: Segment
-    first: Index
-    step: int
+    def __init__(self, segment: Segment, first: Index, step: int) -> None:
+        self.segment: Final = segment
+        self._first = first
+        self._step = step
+        self.key: Final = (step, first.tobytes())
+        """Equal for strips that have the same row numbers, whatever their segments."""
 
-    def rows(self, ids: Index, order: Order) -> Index:
+    def rows(self, ids: Index, order: Order, *, has_skips: bool) -> Index:
         """Row numbers of the blocks, by layer or by block; -1 for those of a skipped block."""
         if order == "layers":
-            rows = self.first[:, None, :] + ids[None, :, None] * self.step
-            return np.where(ids[None, :, None] < 0, SKIPPED, rows).reshape(-1)
-        flat = self.first.reshape(-1)
-        return np.where(ids[:, None] < 0, SKIPPED, flat[None, :] + ids[:, None] * self.step).reshape(-1)
+            blocks = ids[None, :, None]
+            rows = self._first[:, None, :] + blocks * self._step
+        else:
+            blocks = ids[:, None]
+            rows = self._first.reshape(1, -1) + blocks * self._step
+        return (np.where(blocks < 0, SKIPPED, rows) if has_skips else rows).reshape(-1)
 
 
 class Geometry:
@@ -114,17 +114,23 @@ class Geometry:
             )
         has_skips = bool(ids.size) and int(ids.min()) < 0
         if self.order == "layers" or len(self._strips) == 1:
-            return self._chain([(strip, ids) for strip in self._strips], has_skips)
-        return self._chain(
-            [(strip, ids[i : i + 1]) for i in range(len(ids)) for strip in self._strips], has_skips
-        )
+            return self._chain([(strip, ids) for strip in self._strips], has_skips=has_skips)
+        singles = [ids[i : i + 1] for i in range(len(ids))]
+        return self._chain([(strip, each) for each in singles for strip in self._strips], has_skips=has_skips)
 
-    def _chain(self, parts: list[tuple[_Strip, Index]], has_skips: bool) -> tuple[Run, ...]:
+    def _chain(self, parts: list[tuple[_Strip, Index]], *, has_skips: bool) -> tuple[Run, ...]:
+        # Layers that are allocated one by one mostly have the same row numbers.
+        known: dict[tuple[int, tuple[int, bytes]], Index] = {}
         runs: list[Run] = []
         start = 0
         for strip, ids in parts:
-            runs.append(Run(strip.segment, strip.rows(ids, self.order), start, has_skips))
-            start = runs[-1].stop
+            key = (id(ids), strip.key)
+            index = known.get(key)
+            if index is None:
+                index = known[key] = strip.rows(ids, self.order, has_skips=has_skips)
+            stop = start + len(index) * strip.segment.row_bytes
+            runs.append(Run(strip.segment, index, start, stop, has_skips))
+            start = stop
         return tuple(runs)
 
 

@@ -33,7 +33,7 @@ class HostMover:
             rows = self._grid(segment)
             # The index was checked before: "clip" only avoids numpy's own check, which copies through a
             # buffer.
-            np.take(rows, index, out=out.view(rows.dtype), mode="clip")
+            rows.take(index, out=out.view(rows.dtype), mode="clip")
         else:
             self._by_place(segment, index, out, into_pages=False)
 

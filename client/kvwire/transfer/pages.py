@@ -178,18 +178,18 @@ class KvGroupPages:
         size = run.segment.row_bytes
         row, left = divmod(start, size)
         if left or stop % size:
-            out[:] = self._mover.part(run.segment, int(run.index[row]), left, left + stop - start)
+            out[:] = self._mover.part(run.segment, int(run.rows[row]), left, left + stop - start)
         elif start < stop:
-            self._mover.gather(run.segment, run.index[row : stop // size], out)
+            self._mover.gather(run.segment, run.rows[row : stop // size], out)
 
     def _scatter(self, run: Run, start: int, stop: int, data: ByteArray) -> None:
         size = run.segment.row_bytes
         row, left = divmod(start, size)
         if left or stop % size:
-            if run.index[row] >= 0:
-                self._mover.part(run.segment, int(run.index[row]), left, left + stop - start)[:] = data
+            if run.rows[row] >= 0:
+                self._mover.part(run.segment, int(run.rows[row]), left, left + stop - start)[:] = data
         elif start < stop:
-            index = run.index[row : stop // size]
+            index = run.rows[row : stop // size]
             for first, last in _kept(index) if run.has_skips else ((0, len(index)),):
                 self._mover.scatter(run.segment, index[first:last], data[first * size : last * size])
 
