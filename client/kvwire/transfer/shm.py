@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Final
 
 from kvwire.errors import ConfigError, DataPathUnavailable
-from kvwire.transfer import memory
 from kvwire.transfer.arena import DEFAULT_STEP, HEADER_BYTES, Arena, GrowingArena, PrivateArena
 from kvwire.transfer.liveness import LivenessLock, lock_names
 
@@ -45,7 +44,6 @@ class SharedArena(GrowingArena):
         self.name: Final = name
         self.nonce: Final = nonce
         self._fd = fd
-        self.huge_pages = False
 
     @classmethod
     def create(
@@ -55,13 +53,10 @@ class SharedArena(GrowingArena):
         *,
         incarnation: bytes = b"",
         step: int = DEFAULT_STEP,
-        huge_pages: bool = False,
         setting: str = "--l1-size",
     ) -> SharedArena:
         """A new arena with `size` bytes for slots, of which none is allocated yet.
 
-        `huge_pages` merges each step into huge pages after it was allocated (about 3 s per GiB, in `ensure`):
-        copies between processes by CMA then run at twice the speed, copies by shared memory as before.
         Raises ConfigError, naming `setting`, when /dev/shm has not that much room.
         """
         _check_room(size + HEADER_BYTES, setting)
@@ -76,7 +71,6 @@ class SharedArena(GrowingArena):
             raise ConfigError(f"{setting}: shared memory of {size} bytes cannot be had: {error}.") from error
         nonce = secrets.token_bytes(NONCE_BYTES)
         arena = cls(name, fd, mapping, nonce, step)
-        arena.huge_pages = huge_pages
         arena._allocated = HEADER_BYTES
         mapping[: _HEADER.size] = _HEADER.pack(MAGIC, arena.size, HEADER_BYTES, incarnation[:16], nonce)
         return arena
@@ -103,19 +97,9 @@ class SharedArena(GrowingArena):
             if error.errno in {errno.ENOSPC, errno.ENOMEM, errno.EDQUOT}:
                 return False
             raise
-        before, self._allocated = self._allocated, target
+        self._allocated = target
         _U64.pack_into(self._open(self._map), _ALLOCATED_AT, target)
-        if self.huge_pages:
-            self._merge_pages(before, target)
         return True
-
-    def _merge_pages(self, begin: int, end: int) -> None:
-        self.prefault(begin, end - begin)
-        begin = -(-begin // memory.HUGE_PAGE) * memory.HUGE_PAGE
-        end = end // memory.HUGE_PAGE * memory.HUGE_PAGE
-        if begin < end:
-            memory.advise(self._address + begin, end - begin, memory.MADV_HUGEPAGE)
-            memory.advise(self._address + begin, end - begin, memory.MADV_COLLAPSE)
 
 
 class MappedArena(Arena):
