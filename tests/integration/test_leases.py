@@ -7,7 +7,6 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvwire.transfer.checksum import checksum
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import cache_service_pb2 as pb
 from kvwire.v1 import error_reason_pb2 as reasons
@@ -257,72 +256,6 @@ def test_another_clients_lease_cannot_be_touched(local, client, other):
     assert not other.end_retrieve(reading.lease_id)
     assert client.read(reading) == data
     assert client.end_retrieve(reading.lease_id)
-
-
-def test_a_refused_commit_leaves_the_lease_and_what_was_not_sent_is_never_published(local, client):
-    packed = tokens(2)
-    client.lookup("s", packed)
-    ticket = client.begin_store("s", 0, 2).ticket
-    data = [content(key) for key in client.keys(packed)]
-    client.write(ticket, data[:1])
-    assert client.commit(ticket.lease_id, [0, 7]).error.reason == reasons.ERROR_REASON_RANGE_INVALID
-    short = client.commit(ticket.lease_id, [0, 1], [bytes(16)])
-    assert short.error.reason == reasons.ERROR_REASON_INVALID_FIELD
-    result = client.commit(ticket.lease_id)
-    assert (result.committed, result.aborted, list(result.failed_slots)) == (1, 1, [1])
-    assert result.error.reason == reasons.ERROR_REASON_TRANSFER_FAILED
-    assert client.hits(packed) == 1
-    assert client.retrieve("r", packed) == data[:1]
-    client.end_session("s")
-    no_leases(local)
-
-
-def test_pieces_must_fit_their_slot(local, client):
-    client.lookup("s", tokens(1))
-    ticket = client.begin_store("s", 0, 1).ticket
-
-    def write(slot, offset, data):
-        piece = pb.WriteChunksRequest(
-            registration_id=client.registration_id,
-            lease_id=ticket.lease_id,
-            slot=slot,
-            offset=offset,
-            data=data,
-        )
-        return client.stub.WriteChunks(iter([piece]), timeout=CALL_S)
-
-    for slot, offset, data in (
-        (1, 0, b"x"),
-        (0, 0, b""),
-        (0, 1, b"x"),
-        (0, OBJECT_BYTES, b"x"),
-        (0, 0, bytes(OBJECT_BYTES + 1)),
-        (0, (1 << 64) - 1, b"xx"),
-        (4_000_000_000, 0, b"x"),
-    ):
-        assert failure(write, slot, offset, data).reason == "RANGE_INVALID"
-    assert write(0, 0, bytes(OBJECT_BYTES)).written_bytes == OBJECT_BYTES
-    # A slot that is complete is not written again.
-    assert failure(write, 0, 0, b"x").reason == "RANGE_INVALID"
-
-
-def test_damage_that_a_reader_reports_is_checked_before_it_is_believed(local, client):
-    packed = tokens(2)
-    client.lookup("s", packed)
-    ticket = client.begin_store("s", 0, 2).ticket
-    data = [content(key) for key in client.keys(packed)]
-    client.write(ticket, data)
-    assert client.commit(ticket.lease_id, [0, 1], [checksum(each) for each in data]).committed == 2
-    client.lookup("s", packed)
-    reading = client.begin_retrieve("s", 0, 2).ticket
-    assert [slot.checksum for slot in reading.slots] == [checksum(each) for each in data]
-    assert client.end_retrieve(reading.lease_id, corrupt=[0, 1, 9])
-    assert client.hits(packed) == 2
-    reading = client.begin_retrieve("s", 0, 2).ticket
-    (_, second) = local.run(local.engine.live_lease, client.registration_id, reading.lease_id, 0.0).objects
-    local.core.arena.view(second.offset, 1)[:] = b"\x00" if data[1][:1] != b"\x00" else b"\x01"
-    assert not client.end_retrieve(reading.lease_id, corrupt=[1])
-    assert client.hits(packed) == 1
 
 
 def test_a_client_that_registers_again_gives_up_what_it_had(local, client):

@@ -266,7 +266,7 @@ def test_random_interleavings_of_clients():
     run_state_machine_as_test(
         Machine,
         settings=settings(
-            max_examples=150,
+            max_examples=100,
             stateful_step_count=50,
             deadline=None,
             suppress_health_check=list(HealthCheck),

@@ -88,6 +88,14 @@ def test_a_port_of_another_program_is_refused():
     assert "in use" in done.stderr
 
 
+def test_half_a_name_in_use_is_in_use(short_tmp, capfd, own_logging):
+    """`localhost` may stand for two addresses, of which one is free."""
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        address = f"localhost:{other.getsockname()[1]}"
+        assert main(["server", "--l1-size=1MiB", "--listen", address]) == 2
+    assert f"--listen {address}: the address is in use" in capfd.readouterr().err
+
+
 def test_the_socket_of_a_live_server_is_refused(server):
     done = run_server("--listen", server.address)
     assert done.returncode == 2

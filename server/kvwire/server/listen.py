@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import ipaddress
 import os
 import socket
@@ -94,8 +95,29 @@ def bind(server: grpc.aio.Server, address: Address, credentials: grpc.ServerCred
             _add_port(server, address, None)
         Path(address.path).chmod(0o600)
         return address
+    check_port_is_free(address)
     port = _add_port(server, address, credentials)
     return TcpAddress(address.host, port)
+
+
+def check_port_is_free(address: TcpAddress) -> None:
+    """A name may stand for several addresses, and gRPC is content when one of them can be had."""
+    if not address.port:
+        return
+    try:
+        found = socket.getaddrinfo(
+            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+    except OSError:
+        return  # gRPC says what is wrong with it
+    for family, kind, protocol, _, place in found:
+        with socket.socket(family, kind, protocol) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(place)
+            except OSError as error:
+                if error.errno == errno.EADDRINUSE:
+                    raise _unavailable(address) from error
 
 
 def clear_dead_socket(path: str) -> None:
@@ -188,10 +210,14 @@ def _add_port(server: grpc.aio.Server, address: Address, credentials: grpc.Serve
             return server.add_insecure_port(address.target)
         return server.add_secure_port(address.target, credentials)
     except RuntimeError as error:
-        raise ConfigError(
-            f"--listen {address.target}: the address is in use, not on this host, or not allowed.",
-            setting="listen",
-        ) from error
+        raise _unavailable(address) from error
+
+
+def _unavailable(address: Address) -> ConfigError:
+    return ConfigError(
+        f"--listen {address.target}: the address is in use, not on this host, or not allowed.",
+        setting="listen",
+    )
 
 
 @contextlib.contextmanager

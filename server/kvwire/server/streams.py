@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import TYPE_CHECKING, Any, Final, cast
 
-from kvwire.errors import DataPathUnavailable, Draining, InvalidArgument, NotRegistered
+from kvwire.errors import DataPathUnavailable, Draining, InvalidArgument, NotRegistered, TransferTimeout
 from kvwire.keys import Namespace, root
 from kvwire.server import convert
 from kvwire.server.limits import check_batch
@@ -62,7 +62,7 @@ class Streams:
         core = self._core
         path, registration_id, written = self._inline(), 0, 0
         checked: set[int] = set()
-        async for piece in pieces:
+        async for piece in _prompt(pieces, core.config.write_lease):
             registration_id = registration_id or piece.registration_id
             if piece.lease_id not in checked:
                 self._engine.live_lease(registration_id, piece.lease_id, core.now())
@@ -122,6 +122,21 @@ class Streams:
                 "The inline path is switched off here (--data-paths).", offered="inline"
             )
         return cast("InlinePath", path)
+
+
+async def _prompt(
+    pieces: AsyncIterator[cache.WriteChunksRequest], seconds: float
+) -> AsyncIterator[cache.WriteChunksRequest]:
+    """The pieces, each in time: a stream on which none comes would take a call's place for ever."""
+    try:
+        while True:
+            yield await asyncio.wait_for(anext(pieces), seconds)
+    except StopAsyncIteration:
+        return
+    except TimeoutError:
+        raise TransferTimeout(
+            f"No piece has come for {seconds:g} s.", path="inline", seconds=f"{seconds:g}"
+        ) from None
 
 
 def _event(event: LoggedEvent) -> event_pb2.CacheEvent:

@@ -63,12 +63,13 @@ class Transfers:
         over: list[int] = []
         for item, arrival in zip(items, arrivals, strict=True):
             result = self._commit(request.registration_id, arrival.good, item.lease_id)
-            if result.committed:
+            if result.committed and not result.aborted:
                 over.append(item.lease_id)
             core.sealer.add(result.unchecked)
             reply.results.append(_commit_result(arrival.failed, result))
         core.settle()
-        # Only what has been published here: a refused item leaves its lease, and another's, as it is.
+        # Only what has been published whole: a refused item leaves its lease, and another's, as it is, and
+        # what was given back is cancelled, and waited for, as an ended lease.
         for lease_id in over:
             await path.cancel(lease_id)
         return reply
@@ -124,7 +125,11 @@ class Transfers:
             no_space=states[SlotState.NO_SPACE],
         )
         if grant.lease_id:
-            opened = path.open_store(registration_id, grant.lease_id, _memory(reserved))
+            try:
+                opened = path.open_store(registration_id, grant.lease_id, _memory(reserved))
+            except KvwireError as error:
+                self._engine.abort_store(registration_id, [grant.lease_id], self._core.now())
+                return cache.BeginStoreResult(error=convert.item_error(error))
             self._fill(result.ticket, registration_id, grant.lease_id, grant.ttl, reserved, opened)
         return result
 
@@ -139,7 +144,11 @@ class Transfers:
         ]
         result = cache.BeginRetrieveResult(missing=missing)
         if grant.lease_id:
-            opened = path.open_retrieve(registration_id, grant.lease_id, _memory(grant.slots))
+            try:
+                opened = path.open_retrieve(registration_id, grant.lease_id, _memory(grant.slots))
+            except KvwireError as error:
+                self._engine.end_retrieve(registration_id, [grant.lease_id], self._core.now())
+                return cache.BeginRetrieveResult(error=convert.item_error(error))
             self._fill(result.ticket, registration_id, grant.lease_id, grant.ttl, grant.slots, opened)
         return result
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING
 
 from kvwire.errors import DataPathUnavailable
@@ -65,8 +66,7 @@ class DataPlane:
         return self.paths[name]
 
     async def close(self) -> None:
-        for path in self.paths.values():
-            await path.close()
+        await asyncio.gather(*(path.close() for path in self.paths.values()))
 
 
 def _explained(admission: Admission, skipped: Mapping[str, str]) -> Admission:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
 
-from kvwire.errors import KvwireError, TransferFailed, TransferTimeout
+from kvwire.errors import KvwireError, LeaseLost, TransferFailed, TransferTimeout
 from kvwire.server.dataplane.base import Admission, Opened, Received, UcxGrant
 from kvwire.transfer import tags
 from kvwire.transfer.server_ucx import UcxServerPlane
@@ -63,7 +63,7 @@ class UcxPath:
             return "the offer has no UCX address"
         try:
             plane = await self._started()
-            peer = await asyncio.to_thread(plane.engine.connect, offer.address, "client")
+            peer = await self._connect(plane, offer.address)
         except KvwireError as error:
             return str(error)
         tag = tags.encode(tags.Kind.PROBE, next(self._probes))
@@ -97,7 +97,8 @@ class UcxPath:
     async def received(self, lease_id: int, slots: Sequence[int], seconds: float) -> Received:
         opened = self._plane.opened(lease_id) if self._plane else None
         if opened is None:
-            return Received()
+            lost = LeaseLost(f"Lease {lease_id} has ended.", lease_id=lease_id)
+            return Received(dict.fromkeys(slots, lost))
         waiting = {slot: asyncio.wrap_future(opened.slots[slot]) for slot in slots}
         for arrival in waiting.values():
             arrival.add_done_callback(_note)
@@ -122,6 +123,16 @@ class UcxPath:
             if self._plane is None:
                 self._plane = UcxServerPlane(await asyncio.to_thread(UcxEngine, self._options))
             return self._plane
+
+    @staticmethod
+    async def _connect(plane: UcxServerPlane, address: bytes) -> Peer:
+        connecting = asyncio.ensure_future(asyncio.to_thread(plane.engine.connect, address, "client"))
+        try:
+            return await asyncio.shield(connecting)
+        except asyncio.CancelledError:
+            # The client has given up; the connection that it asked for would stay for ever.
+            connecting.add_done_callback(_close_late)
+            raise
 
     def _of(self, registration_id: int) -> tuple[UcxServerPlane, Peer]:
         client = self._clients.get(registration_id)
@@ -148,6 +159,11 @@ def _note(arrival: asyncio.Future[None]) -> None:
     """Its error may come after everyone has stopped waiting."""
     if not arrival.cancelled():
         arrival.exception()
+
+
+def _close_late(connecting: asyncio.Future[Peer]) -> None:
+    if not connecting.cancelled() and connecting.exception() is None:
+        connecting.result().close()
 
 
 def _let_go(client: _Client) -> None:
