@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 
+import grpc
 import pytest
 
 from kvwire.errors import TransferFailed
@@ -104,6 +105,23 @@ def test_a_stream_of_pieces_without_pieces_ends(short_tmp):
         never.set()
         assert failed.reason == "TRANSFER_TIMEOUT"
         eventually(lambda: local.core.guard.in_flight == 0)
+
+
+def test_a_reader_that_does_not_read_is_given_up(short_tmp):
+    """Its call would count as one in flight for as long as it is connected."""
+    with local_server(short_tmp, l1_size=64 << 20, read_lease=0.3) as local:
+        client = RawClient(local.channel()).register("inline", object_bytes=24 << 20)
+        client.store("first", tokens(2))
+        client.lookup("s", tokens(2))
+        lease_id = client.begin_retrieve("s", 0, 2).ticket.lease_id
+        request = pb.ReadChunksRequest(registration_id=client.registration_id, lease_ids=[lease_id])
+        pieces = client.stub.ReadChunks(request, timeout=2)
+        assert next(pieces).data
+        eventually(lambda: local.core.guard.in_flight == 0, within=1.5)
+        assert failure(list, pieces).code == grpc.StatusCode.DEADLINE_EXCEEDED
+        assert not client.end_retrieve(lease_id)
+        client.end_session("s")
+        no_leases(local)
 
 
 def test_pieces_must_fit_their_slot(local, client):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final, cast
+from typing import TYPE_CHECKING, Any, Final, Self, cast
 
 from kvwire.errors import DataPathUnavailable, Draining, InvalidArgument, NotRegistered, TransferTimeout
 from kvwire.keys import Namespace, root
@@ -79,13 +79,15 @@ class Streams:
         if not self._engine.ping(request.registration_id, core.now()):
             raise _not_registered(request.registration_id)
         header: Any = core.header
-        for lease_id in request.lease_ids:
-            self._engine.live_lease(request.registration_id, lease_id, core.now())
-            for slot, offset, data in path.read(lease_id):
-                yield cache.ReadChunksResponse(
-                    header=header, lease_id=lease_id, slot=slot, offset=offset, data=data
-                )
-                header = None
+        with _Patience(core.config.read_lease) as patience:
+            for lease_id in request.lease_ids:
+                self._engine.live_lease(request.registration_id, lease_id, core.now())
+                for slot, offset, data in path.read(lease_id):
+                    yield cache.ReadChunksResponse(
+                        header=header, lease_id=lease_id, slot=slot, offset=offset, data=data
+                    )
+                    header = None
+                    patience.renew()
 
     async def kv_events(
         self, request: cache.SubscribeKvEventsRequest
@@ -122,6 +124,32 @@ class Streams:
                 "The inline path is switched off here (--data-paths).", offered="inline"
             )
         return cast("InlinePath", path)
+
+
+class _Patience:
+    """Ends the call that it was made in when `renew` is not called in time: nobody takes its messages.
+
+    A status would have to queue behind them, so the client meets its own deadline.
+    """
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._timer: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> Self:
+        self._task = asyncio.current_task()
+        self.renew()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def renew(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._task is not None:
+            self._timer = asyncio.get_running_loop().call_later(self._seconds, self._task.cancel)
 
 
 async def _prompt(
