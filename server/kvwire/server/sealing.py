@@ -1,11 +1,15 @@
-"""Checksums for objects that were committed without one, made in the background by one thread."""
+"""Checksums for objects that were committed without one, made in the background by one thread.
+
+Hashing takes memory bandwidth that clients copy with, so it waits for a pause between transfers, for a while.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import deque
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from kvwire.transfer.checksum import checksum
 
@@ -17,6 +21,12 @@ if TYPE_CHECKING:
     View = Callable[[int, int], memoryview]
 
 
+PAUSE_S: Final = 0.25
+"""Without a transfer for so long, hashing begins."""
+PATIENCE_S: Final = 5.0
+"""After so long it begins all the same."""
+
+
 class Sealer:
     """`set_checksum` refuses an object that has gone meanwhile: a hash over reused memory is never kept."""
 
@@ -26,6 +36,11 @@ class Sealer:
         self._queue: deque[ObjectRef] = deque()
         self._news = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, "kvwire-seal")
+        self._last_transfer = 0.0
+
+    def transfer_seen(self) -> None:
+        """A client begins or ends a transfer now."""
+        self._last_transfer = time.monotonic()
 
     def add(self, refs: Iterable[ObjectRef]) -> None:
         self._queue.extend(refs)
@@ -37,10 +52,16 @@ class Sealer:
         while True:
             await self._news.wait()
             self._news.clear()
+            patience = time.monotonic() + PATIENCE_S
             while self._queue:
+                await self._pause(patience)
                 ref = self._queue.popleft()
                 digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
                 self._set_checksum(ref, digest)
+
+    async def _pause(self, patience: float) -> None:
+        while (now := time.monotonic()) < min(self._last_transfer + PAUSE_S, patience):
+            await asyncio.sleep(min(self._last_transfer + PAUSE_S, patience) - now)
 
     async def intact(self, ref: ObjectRef) -> bool:
         """Whether the bytes still match the checksum; True while there is none."""

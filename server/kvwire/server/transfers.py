@@ -35,7 +35,7 @@ class Transfers:
 
     def begin_store(self, request: cache.BeginStoreRequest) -> cache.BeginStoreResponse:
         core = self._core
-        path = self._path_of(request.registration_id)
+        path = self._transfer_path(request.registration_id)
         check_batch("items", request.items, core.config)
         check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.store_item(item, core.config) for item in request.items]
@@ -50,7 +50,7 @@ class Transfers:
         self, request: cache.CommitStoreRequest, remaining: float | None
     ) -> cache.CommitStoreResponse:
         core = self._core
-        path = self._path_of(request.registration_id)
+        path = self._transfer_path(request.registration_id)
         check_batch("items", request.items, core.config)
         check_slots("slots", (item.slots for item in request.items), core.config)
         check_slots("checksums", (item.checksums for item in request.items), core.config)
@@ -66,6 +66,8 @@ class Transfers:
             if result.committed and not result.aborted:
                 over.append(item.lease_id)
             core.sealer.add(result.unchecked)
+            for error in arrival.failed.values():
+                self._engine.counters.fail(error.reason)
             reply.results.append(_commit_result(arrival.failed, result))
         core.settle()
         # Only what has been published whole: a refused item leaves its lease, and another's, as it is, and
@@ -83,7 +85,7 @@ class Transfers:
 
     def begin_retrieve(self, request: cache.BeginRetrieveRequest) -> cache.BeginRetrieveResponse:
         core = self._core
-        path = self._path_of(request.registration_id)
+        path = self._transfer_path(request.registration_id)
         check_batch("items", request.items, core.config)
         check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.retrieve_item(item, core.config) for item in request.items]
@@ -227,9 +229,11 @@ class Transfers:
             return
         for index in set(item.corrupt_slots):
             if index < len(lease.objects) and not await self._core.sealer.intact(lease.objects[index]):
+                self._engine.counters.fail(ChecksumMismatch.reason)
                 self._engine.discard(lease.objects[index])
 
-    def _path_of(self, registration_id: int) -> ServerPath:
+    def _transfer_path(self, registration_id: int) -> ServerPath:
+        """The path of a client that moves bytes now."""
         client = self._core.clients.get(registration_id)
         if client is None or not self._engine.is_registered(registration_id):
             raise NotRegistered(
@@ -240,6 +244,7 @@ class Transfers:
             raise NotRegistered(
                 "A scheduler moves no bytes: register as a worker.", registration_id=registration_id
             )
+        self._core.sealer.transfer_seen()
         return self._core.plane.path(client.path)
 
     def _groups(self, registration_id: int) -> int:
