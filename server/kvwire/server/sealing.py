@@ -60,8 +60,8 @@ class Sealer:
                 self._set_checksum(ref, digest)
 
     async def _pause(self, patience: float) -> None:
-        while (now := time.monotonic()) < min(self._last_transfer + PAUSE_S, patience):
-            await asyncio.sleep(min(self._last_transfer + PAUSE_S, patience) - now)
+        while (left := min(self._last_transfer + PAUSE_S, patience) - time.monotonic()) > 0:  # noqa: ASYNC110 - a pause is no event
+            await asyncio.sleep(left)
 
     async def intact(self, ref: ObjectRef) -> bool:
         """Whether the bytes still match the checksum; True while there is none."""
