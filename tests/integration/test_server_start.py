@@ -190,11 +190,11 @@ def client_tokens(seed):
 def test_what_a_killed_server_left_is_swept_by_the_next(short_tmp):
     with server_process(short_tmp, stop=False) as server:
         RawClient(server.channel()).register("shm").let_go()
-        server.kill()
         assert len(server.shm_entries()) == 2
+        server.kill()
+        # Whichever server starts first does it: others of this machine too.
         with server_process(short_tmp) as following:
             assert not server.shm_entries()
-            assert f"removed shared memory {server.arena}" in following.output()
             assert RawClient(following.channel()).ping()
 
 
