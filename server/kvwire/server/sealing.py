@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.transfer.checksum import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable, Iterable, Mapping
 
     from kvwire.server.store import ObjectRef
 
@@ -65,13 +65,16 @@ class Sealer:
 
     async def intact(self, ref: ObjectRef) -> bool:
         """Whether the bytes still match the checksum; True while there is none."""
-        return not ref.checksum or await self.matches(ref, ref.checksum)
+        return not ref.checksum or not await self.unlike({0: (ref, ref.checksum)})
 
-    async def matches(self, ref: ObjectRef, expected: bytes) -> bool:
-        """Whether the bytes have this checksum."""
-        loop = asyncio.get_running_loop()
-        digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
-        return digest == expected
+    async def unlike(self, claims: Mapping[int, tuple[ObjectRef, bytes]]) -> list[int]:
+        """Names of those whose bytes do not have the checksum that is claimed."""
+        views = {name: self._view(ref.offset, ref.size) for name, (ref, _) in claims.items()}
+
+        def compare() -> list[int]:
+            return [name for name, (_, expected) in claims.items() if checksum(views[name]) != expected]
+
+        return await asyncio.get_running_loop().run_in_executor(self._pool, compare)
 
     def close(self) -> None:
         self._pool.shutdown(wait=True, cancel_futures=True)

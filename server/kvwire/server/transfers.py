@@ -207,17 +207,19 @@ class Transfers:
         self, lease: LiveLease, claims: Iterable[tuple[int, bytes]], failed: Mapping[int, KvwireError]
     ) -> dict[int, KvwireError]:
         """Slots whose bytes are not those that the client has hashed."""
-        found: dict[int, KvwireError] = {}
-        for slot, expected in claims:
-            if slot in failed or slot >= len(lease.objects):
-                continue
-            if not await self._core.sealer.matches(lease.objects[slot], expected):
-                found[slot] = ChecksumMismatch(
-                    f"The bytes of slot {slot} do not have the checksum that came with them.",
-                    lease_id=lease.lease_id,
-                    slot=slot,
-                )
-        return found
+        known = {
+            slot: (lease.objects[slot], expected)
+            for slot, expected in claims
+            if slot not in failed and slot < len(lease.objects)
+        }
+        return {
+            slot: ChecksumMismatch(
+                f"The bytes of slot {slot} do not have the checksum that came with them.",
+                lease_id=lease.lease_id,
+                slot=slot,
+            )
+            for slot in await self._core.sealer.unlike(known)
+        }
 
     async def _check_slots(self, registration_id: int, item: cache.EndRetrieveItem) -> None:
         """A reader found damage: look for ourselves, and drop what is damaged."""
