@@ -170,7 +170,7 @@ class InlineRig(Rig):
 class UcxRig(Rig):
     piece_bytes = 192 << 10
 
-    def __init__(self, stack, kind):
+    def __init__(self, stack, kind, lanes=1):
         pytest.importorskip("ucxx")
         from kvwire.transfer.server_ucx import UcxServerPlane
         from kvwire.transfer.ucx import UcxEngine, UcxOptions
@@ -179,7 +179,7 @@ class UcxRig(Rig):
         super().__init__(stack, PrivateArena.create(ARENA))
         self.arena.ensure(self.arena.size)
         devices = ("lo",) if kind == "remote" else ()
-        self.server = UcxEngine(UcxOptions(kind, "server", devices))
+        self.server = UcxEngine(UcxOptions(kind, "server", devices, lanes=lanes))
         stack.callback(self.server.close)
         self.client = UcxEngine(UcxOptions(kind, "client", devices))
         stack.callback(self.client.close)
@@ -208,6 +208,7 @@ RIGS = {
     "inline": InlineRig,
     "ucx-local": lambda stack: UcxRig(stack, "local"),
     "ucx-remote": lambda stack: UcxRig(stack, "remote"),
+    "ucx-lanes": lambda stack: UcxRig(stack, "local", lanes=3),
 }
 
 
@@ -217,7 +218,7 @@ def rig(request):
         yield RIGS[request.param](stack)
 
 
-@pytest.fixture(params=["ucx-local", "ucx-remote"])
+@pytest.fixture(params=["ucx-local", "ucx-remote", "ucx-lanes"])
 def ucx_rig(request):
     with ExitStack() as stack:
         yield RIGS[request.param](stack)

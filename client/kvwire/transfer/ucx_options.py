@@ -28,7 +28,10 @@ _TCP: Final = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k
 
 @dataclass(frozen=True, slots=True)
 class UcxOptions:
-    """`devices` are UCX device names for remote peers; empty means all that other hosts can reach.
+    """How one engine is to be.
+
+    `lanes` is the number of its threads: more copy beside each other, where a host has processors to spare.
+    `devices` are UCX device names for remote peers; empty means all that other hosts can reach.
 
     `extra` holds further UCX settings without the prefix `UCX_`; they win over the built-in ones. Variables
     UCX_* of the environment apply where neither says something.
@@ -39,6 +42,7 @@ class UcxOptions:
     devices: tuple[str, ...] = ()
     extra: tuple[tuple[str, str], ...] = ()
     setting: str = "--ucx-devices"
+    lanes: int = 1
 
     @property
     def handles_peer_errors(self) -> bool:

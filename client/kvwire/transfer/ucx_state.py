@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict, deque
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
@@ -33,14 +34,16 @@ SWEEP_SECONDS: Final = 0.05
 class UcxState:
     """Used by the engine's thread only."""
 
-    def __init__(self, library: Library, options: UcxOptions) -> None:
+    def __init__(self, library: Library, options: UcxOptions, lost: Callable[[Peer], None]) -> None:
+        """`lost` is told of peers whose connection has ended."""
+        self._lost = lost
         self._lib = library
         self._options = options
         self._errors = (library.api.UCXError, RuntimeError, OSError, ValueError, MemoryError)
         self.worker: Any = None
         self._context: Any = None
         self._kept: list[Any] = []
-        self._endpoints: dict[Peer, Any] = {}
+        self._endpoints: dict[Peer, list[Any]] = {}
         self._wanted: defaultdict[int, dict[int, UcxOp]] = defaultdict(dict)
         self._active: list[UcxOp] = []
         self._queued: defaultdict[Peer, deque[UcxOp]] = defaultdict(deque)
@@ -70,32 +73,36 @@ class UcxState:
             raise unavailable(f"UCX cannot start: {error}") from error
         self._kept += [self.worker, self._context]
         kept, endpoints = self._kept, self._endpoints
-        forked.never_destroy_in_children(self, lambda: [*kept, *endpoints.values()])
+        forked.never_destroy_in_children(self, lambda: [*kept, *chain.from_iterable(endpoints.values())])
         return address
 
-    def connect(self, peer: Peer, address: bytes, found: Future[Peer]) -> None:
+    def connect(self, peer: Peer, addresses: list[bytes], found: Future[None]) -> None:
+        """Make an endpoint for each of the peer's workers."""
         api, watches = self._lib.api, self._options.handles_peer_errors
         if self._stopping:
             found.set_exception(unavailable("the engine is closed"))
             return
+        endpoints = self._endpoints[peer] = []
         try:
-            remote = api.UCXAddress.create_from_buffer(address)
-            endpoint = api.UCXEndpoint.create_from_worker_address(self.worker, remote, watches)
-            if watches:
-                endpoint.set_close_callback(self._ended.append, cb_args=(peer,))
+            for address in addresses:
+                remote = api.UCXAddress.create_from_buffer(address)
+                endpoint = api.UCXEndpoint.create_from_worker_address(self.worker, remote, watches)
+                endpoints.append(endpoint)
+                if watches:
+                    endpoint.set_close_callback(self._ended.append, cb_args=(peer,))
         except self._errors as error:
             found.set_exception(unavailable(f"the peer cannot be reached: {error}"))
             return
-        self._endpoints[peer] = endpoint
-        found.set_result(peer)
+        found.set_result(None)
 
     def send(self, op: UcxOp, peer: Peer) -> None:
-        if peer.lost or peer not in self._endpoints:
+        endpoints = self._endpoints.get(peer)
+        if peer.lost or not endpoints:
             op.finish(lost_peer(peer))
         elif self._sending[peer] >= MAX_SENDS:
             self._queued[peer].append(op)
         else:
-            endpoint = self._endpoints[peer]
+            endpoint = endpoints[(op.tag & tags.MAX_PIECE) % len(endpoints)]
             if self._post(op, lambda: endpoint.tag_send(op.array, self._lib.api.UCXXTag(op.tag))):
                 self._sending[peer] += 1
 
@@ -128,8 +135,7 @@ class UcxState:
         for op in [*waiting, *self._queued.pop(peer, ())]:
             self._forget(op, error)
         mine = [op for op in self._active if op.peer is peer]
-        endpoint = self._endpoints.pop(peer, None)
-        if endpoint is not None:
+        for endpoint in self._endpoints.pop(peer, ()):
             self._close_endpoint(endpoint, busy=bool(mine))
         for op in mine:
             if gone or op.is_send:
@@ -152,7 +158,7 @@ class UcxState:
     def step(self) -> None:
         """Take in what has come, and resolve what has ended."""
         while self._ended:
-            self.drop_peer(self._ended.pop(), "the connection has ended", gone=True)
+            self._lost(self._ended.pop())
         self._match()
         if self._active:
             self._reap()

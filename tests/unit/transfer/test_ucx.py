@@ -64,7 +64,7 @@ def engine(kind):
     made = UcxEngine(options(kind))
     yield made
     made.close()
-    assert not made._thread.is_alive()
+    assert not any(lane.thread.is_alive() for lane in made._lanes)
 
 
 @pytest.fixture
