@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,20 @@ def test_the_other_data_paths(path, server, baseline):
             answers = running.run(*prompts)
         assert [answer.tokens for answer in answers] == right
         assert [answer.cached for answer in answers] == cached
+
+
+@pytest.mark.parametrize("path", ["shm", "ucx", "inline"])
+def test_many_loads_at_once(path, server, baseline):
+    """More than a worker has threads, or a path has messages under way."""
+    prompts = [prompt(140, seed=seed) for seed in range(40)]
+    right = baseline("llama", *prompts, max_num_seqs=40)
+    begin = time.monotonic()
+    for cached in (0, 128):
+        with engine("llama", server, extra={"data_path": path}, max_num_seqs=40) as running:
+            answers = running.run(*prompts)
+        assert [answer.tokens for answer in answers] == right
+        assert [answer.cached for answer in answers] == [cached] * len(prompts)
+    assert time.monotonic() - begin < 25
 
 
 def test_generated_tokens_are_reused_in_the_next_turn(server, baseline):
