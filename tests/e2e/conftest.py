@@ -16,21 +16,22 @@ def pytest_collection_modifyitems(items):
             # vLLM and what it imports warn at import and in use; kvwire's own modules still may not.
             item.add_marker(pytest.mark.filterwarnings("ignore"))
             item.add_marker(pytest.mark.filterwarnings(r"error:::kvwire\..*"))
-            item.add_marker(pytest.mark.timeout(180))
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(180))
 
 
-@pytest.fixture(autouse=True, scope="session")
+@pytest.fixture(scope="session")
 def engine_environment():
     set_up()
 
 
 @pytest.fixture(scope="session")
-def baseline():
+def baseline(engine_environment):
     return Baseline()
 
 
 @pytest.fixture(scope="session")
-def library():
+def library(engine_environment):
     """Servers that hold the shelf of prompts, one for each model: for tests that take nothing away."""
     folder = Path(tempfile.mkdtemp(prefix="kvw-", dir="/tmp"))
     filled = Library(folder)
@@ -54,7 +55,7 @@ def nothing_contained(caplog):
 
 
 @pytest.fixture
-def serve(short_tmp):
+def serve(short_tmp, engine_environment):
     """Starts a server, with flags of `kvwire server`."""
     servers = []
 

@@ -149,7 +149,10 @@ def without_collections():
 
 
 class Engine:
-    """One vLLM engine. `transfer` is the connector's configuration, None for an engine without it."""
+    """One vLLM engine. `model` is a tiny model's name, or a folder.
+
+    `transfer` is the connector's configuration, None for an engine without it.
+    """
 
     def __init__(self, model, transfer=None, **options):
         with without_collections():
@@ -160,7 +163,7 @@ class Engine:
         from vllm.config import KVTransferConfig
 
         self._llm = LLM(
-            model=model_path(model),
+            model=model if "/" in model else model_path(model),
             enforce_eager=True,
             skip_tokenizer_init=True,
             disable_log_stats=True,

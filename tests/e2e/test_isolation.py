@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 from e2e.harness import Answer, engine, prompt
+from e2e.models import model_path
 
 TOKENS = prompt(200)
 
@@ -72,6 +74,30 @@ def make_adapter(folder, seed):
             weights[f"{module}.lora_B.weight"] = torch.randn(rows, 8, generator=generator) * 0.3
     save_file(weights, folder / "adapter_model.safetensors")
     return folder
+
+
+def test_weights_that_changed_are_another_model(server, tmp_path):
+    """In a folder of the same name; and equal weights in two folders are one model, where that is said."""
+    named = {"extra": {"model": "tiny"}}
+    folders = [tmp_path / name for name in ("one", "two")]
+    for folder in folders:
+        shutil.copytree(model_path("llama"), folder)
+    with engine(str(folders[0]), server, **named) as first:
+        (right,) = first.run(TOKENS)
+    with engine(str(folders[1]), server, **named) as second:
+        assert second.run(TOKENS) == [Answer(right.tokens, 192, "length")]
+    change_weights(folders[0] / "model.safetensors")
+    with engine(str(folders[0]), server, **named) as third:
+        (other,) = third.run(TOKENS)
+        assert other.cached == 0
+        assert other.tokens != right.tokens
+
+
+def change_weights(file):
+    from safetensors.torch import load_file, save_file
+
+    weights = load_file(file)
+    save_file({name: weight * 1.1 for name, weight in weights.items()}, file, metadata={"format": "pt"})
 
 
 def test_engines_that_keep_other_bytes_do_not_share(server, baseline):

@@ -53,6 +53,7 @@ def test_models_that_cannot_be_cached(model, options, text, server):
         refused(model, transfer_config(server.address), **options)
 
 
+@pytest.mark.usefixtures("engine_environment")
 def test_a_setting_that_does_not_exist():
     with pytest.raises(ConfigError, match=r"did you mean kvwire\.address"):
         refused("llama", transfer_config("unix:/tmp/x", adress="y"))

@@ -1,0 +1,185 @@
+"""vLLM's own descriptions of KV cache groups, as the connector reads them. No engine is started."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+
+from kvwire.client.layout import GroupKind
+from kvwire.errors import LayoutUnsupported
+from kvwire.vllm.config import ConnectorConfig
+from kvwire.vllm.engine import read_layout
+from kvwire.vllm.identity import engine_namespace
+
+pytestmark = pytest.mark.usefixtures("engine_environment")
+
+BLOCK = 16
+SHAPE = {"block_size": BLOCK, "num_kv_heads": 2, "head_size": 64}
+
+
+def attention(kind="FullAttentionSpec", **fields):
+    import torch
+    from vllm.v1 import kv_cache_interface
+
+    return getattr(kv_cache_interface, kind)(**{**SHAPE, "dtype": torch.bfloat16, **fields})
+
+
+def recurrent():
+    import torch
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    return MambaSpec(block_size=BLOCK, shapes=((16,),), dtypes=(torch.float32,))
+
+
+def several(**specs):
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    return UniformTypeKVCacheSpecs(block_size=BLOCK, kv_cache_specs=specs)
+
+
+def cache_config(*specs, layout="LBHNC"):
+    from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+    groups = [
+        KVCacheGroupSpec([*getattr(spec, "kv_cache_specs", (f"a{i}", f"b{i}"))], spec)
+        for i, spec in enumerate(specs)
+    ]
+    return KVCacheConfig(100, [], groups, kv_cache_layout=layout)
+
+
+def engine_config(*, model=None, scheduler=None, **parallel):
+    sizes = {
+        "world_size": 1,
+        "tensor_parallel_size": 1,
+        "pipeline_parallel_size": 1,
+        "prefill_context_parallel_size": 1,
+        "decode_context_parallel_size": 1,
+    }
+    architecture = SimpleNamespace(to_dict=lambda: {"layers": 2, "transformers_version": "1"})
+    described = {
+        "model": "tiny",
+        "revision": None,
+        "dtype": "torch.bfloat16",
+        "quantization": None,
+        "is_encoder_decoder": False,
+        "use_mla": False,
+        "hf_config": architecture,
+        "hf_text_config": architecture,
+    }
+    return SimpleNamespace(
+        model_config=SimpleNamespace(**{**described, **(model or {})}),
+        cache_config=SimpleNamespace(cache_dtype="auto"),
+        parallel_config=SimpleNamespace(**{**sizes, **parallel}),
+        scheduler_config=SimpleNamespace(**{"enable_chunked_prefill": True, **(scheduler or {})}),
+    )
+
+
+def test_full_attention():
+    layout = read_layout(engine_config(world_size=4), cache_config(attention()))
+    (group,) = layout.groups
+    assert (group.kind, group.span_tokens, group.window_tokens) == (GroupKind.FULL_ATTENTION, BLOCK, 0)
+    assert group.page_bytes == (BLOCK * 2 * 64 * 2 * 2,) * 2
+    assert (layout.world_size, layout.alignment, layout.block_major) == (4, BLOCK, False)
+    (group,) = layout.kv_layout(64).groups
+    assert (group.num_layers, group.blocks_per_object) == (2, 4)
+
+
+def test_windows():
+    layout = read_layout(
+        engine_config(),
+        cache_config(
+            attention(),
+            attention("SlidingWindowSpec", sliding_window=33, extra_retained_tokens=2),
+            attention("ChunkedLocalAttentionSpec", attention_chunk_size=32, block_size=32),
+        ),
+    )
+    assert [group.window_tokens for group in layout.groups] == [0, 35, 32]
+    assert [group.window_has_holes for group in layout.groups] == [False, False, True]
+    assert layout.alignment == 32
+    assert [group.blocks_per_object for group in layout.kv_layout(128).groups] == [8, 3, 1]
+
+
+def test_decode_context_parallelism_makes_blocks_longer():
+    layout = read_layout(engine_config(decode_context_parallel_size=4), cache_config(attention()))
+    assert layout.alignment == 4 * BLOCK
+    layout = read_layout(
+        engine_config(decode_context_parallel_size=4), cache_config(attention(dcp_sharded=False))
+    )
+    assert layout.alignment == BLOCK
+
+
+def test_layers_of_different_sizes():
+    layout = read_layout(engine_config(), cache_config(several(a=attention(), b=attention(num_kv_heads=4))))
+    (group,) = layout.groups
+    assert group.layer_names == ("a", "b")
+    assert group.page_bytes[1] == 2 * group.page_bytes[0]
+    assert layout.kv_layout(64).groups[0].num_layers == 1
+
+
+def test_scratch_groups_are_left_out():
+    layout = read_layout(engine_config(), cache_config(attention("CircularBufferSpec"), attention()))
+    (group,) = layout.groups
+    assert (group.engine_index, layout.num_engine_groups) == (1, 2)
+
+
+def test_blocks_first():
+    assert read_layout(engine_config(), cache_config(attention(), layout="BLHNC")).block_major
+
+
+@pytest.mark.parametrize(
+    ("specs", "config", "text"),
+    [
+        (lambda: [recurrent(), attention()], {}, "recurrent state"),
+        (lambda: [attention(non_causal=True)], {}, "more than the tokens before it"),
+        (lambda: [attention("RSWASpec", rswa_window=64)], {}, "more than the tokens before it"),
+        (lambda: [attention("CrossAttentionSpec")], {}, "cross_attention"),
+        (lambda: [attention("EncoderOnlyAttentionSpec")], {}, "encoder_only"),
+        (lambda: [attention("CircularBufferSpec")], {}, "none of its KV cache groups"),
+        (lambda: [attention()], {"pipeline_parallel_size": 2}, "pipeline"),
+        (lambda: [attention()], {"prefill_context_parallel_size": 2}, "prefill context"),
+        (lambda: [attention()], {"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
+        (
+            lambda: [attention()],
+            {"model": {"use_mla": True}, "scheduler": {"enable_chunked_prefill": False}},
+            "latent attention",
+        ),
+    ],
+)
+def test_what_cannot_be_cached_is_refused(specs, config, text):
+    with pytest.raises(LayoutUnsupported, match=text):
+        read_layout(engine_config(**config), cache_config(*specs()))
+
+
+def test_a_layout_that_scatters_blocks_is_refused():
+    with pytest.raises(LayoutUnsupported, match="LHBNC"):
+        read_layout(engine_config(), cache_config(attention(), layout="LHBNC"))
+
+
+def namespace(config=None, cache=None, **settings):
+    config, cache = config or engine_config(), cache or cache_config(attention())
+    settings = ConnectorConfig(address="x", **settings)
+    return engine_namespace(settings, config, cache, read_layout(config, cache))
+
+
+def test_what_changes_the_bytes_changes_the_namespace():
+    spaces = {
+        namespace(),
+        namespace(cache=cache_config(attention(), layout="LBNHC")),
+        namespace(cache=cache_config(attention(block_size=32))),
+        namespace(cache=cache_config(attention(num_kv_heads=4))),
+        namespace(engine_config(world_size=2, tensor_parallel_size=2)),
+        namespace(engine_config(model={"dtype": "torch.float16"})),
+        namespace(engine_config(model={"quantization": "fp8"})),
+        namespace(engine_config(model={"revision": "v2"})),
+        namespace(model="other"),
+    }
+    assert len(spaces) == 9
+    assert namespace() in spaces
+    assert namespace().kv_dtype == "bfloat16"
+
+
+def test_a_path_that_is_too_long_for_a_name_is_a_name_all_the_same():
+    long, longer = (namespace(engine_config(model={"model": "/m" * n})) for n in (400, 401))
+    assert long != longer
+    long.validate()
