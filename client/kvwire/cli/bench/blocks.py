@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 
 import numpy as np
 
+from kvwire.transfer.shm import SharedArena
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -22,14 +24,13 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 
 
 class PagedKv:
-    """Blocks of all layers, the bytes that they ought to hold, and room for a plain copy of them."""
+    """Blocks of all layers, and the bytes that they ought to hold."""
 
     def __init__(self, blocks: int, memory: Memory, seed: int = 0) -> None:
         self._random = np.random.default_rng(seed)
         shape = (LAYERS, blocks, PAGE_BYTES)
         self.reference: Array = self._random.integers(0, 256, shape, np.uint8)
         self.blocks: Array = np.zeros(shape, np.uint8)
-        self._copy: Array = np.zeros(shape, np.uint8)
         self.layers = _tensors(self.blocks) if _with_torch(memory) else list(self.blocks)
 
     @property
@@ -53,15 +54,6 @@ class PagedKv:
         """Give the blocks their bytes."""
         np.copyto(self.blocks, self.reference)
 
-    def memcpy(self) -> float:
-        """Seconds of one plain copy of all blocks.
-
-        Its target, like the arena of a store, was last touched a round ago: neither finds it in the cache.
-        """
-        started = time.perf_counter()
-        np.copyto(self._copy, self.blocks)
-        return time.perf_counter() - started
-
     def bytes(self) -> memoryview:
         """All of the reference, as it would be sent."""
         return self.reference.data.cast("B")
@@ -75,6 +67,39 @@ class PagedKv:
             np.array_equal(self.blocks[:, into].view(np.uint64), self.reference[:, out].view(np.uint64))
             for out, into in zip(stored, retrieved, strict=True)
         )
+
+
+class PlainCopies:
+    """memcpy of the same bytes between the same kinds of memory: the blocks', and shared memory's.
+
+    Both were last touched a round ago, as the arena of a store was: no copy finds them in the cache.
+    """
+
+    def __init__(self, kv: PagedKv) -> None:
+        self._blocks = kv.blocks.reshape(-1)
+        self._arena = SharedArena.create(kv.size_bytes, "kvwire-bench-")
+        self._arena.ensure(self._arena.size)
+        self._shared: Array = self._arena.array(self._arena.base, kv.size_bytes)
+        np.copyto(self._shared, self._blocks)
+
+    def into_shared(self) -> float:
+        """Seconds of one copy, as a store makes it."""
+        return _seconds(self._shared, self._blocks)
+
+    def out_of_shared(self) -> float:
+        """Seconds of one copy, as a retrieve makes it. The blocks have these bytes already."""
+        return _seconds(self._blocks, self._shared)
+
+    def close(self) -> None:
+        del self._shared
+        self._arena.unlink()
+        self._arena.close()
+
+
+def _seconds(into: Array, out: Array) -> float:
+    started = time.perf_counter()
+    np.copyto(into, out)
+    return time.perf_counter() - started
 
 
 def _with_torch(memory: Memory) -> bool:

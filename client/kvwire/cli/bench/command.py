@@ -27,7 +27,7 @@ Reported per operation: its p50 over the p50 of the echoes around it. Lookups se
 come in sessions that the server has not seen, so it hashes every prompt; the worse of hit and miss counts.
 Callers are processes; they end their sessions in batches, within the measured time."""
 
-TRANSFER_TEXT = """Store and retrieve of paged KV over each data path, against memcpy of the same bytes.
+TRANSFER_TEXT = """Store and retrieve of paged KV over each data path, against memcpy and shared memory.
 
   kvwire bench transfer
   kvwire bench transfer --path shm --size 64MiB --json

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.cli import units
 from kvwire.cli.bench import stats
-from kvwire.cli.bench.blocks import BLOCK_BYTES, BLOCK_TOKENS, Memory, PagedKv
+from kvwire.cli.bench.blocks import BLOCK_BYTES, BLOCK_TOKENS, Memory, PagedKv, PlainCopies
 from kvwire.cli.bench.processes import BenchError, kvwire_server, work_folder
 from kvwire.cli.bench.raw_socket import raw_socket
 from kvwire.client import Client
@@ -144,30 +144,36 @@ def _rounds(
 ) -> Rounds:
     rounds = Rounds()
     total = plan.rounds_of(kv.size_bytes)
-    with contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack, contextlib.closing(PlainCopies(kv)) as copies:
         over_network = cache.data_path == "ucx-remote"
         send = stack.enter_context(raw_socket(kv.size_bytes)) if over_network else None
         for number in range(1 - plan.warmup, total + 1):
             progress(f"{title}: round {number} of {total}" if number > 0 else f"{title}: warming up")
-            _round(kv, cache, rounds if number > 0 else Rounds(), send)
+            _round(kv, copies, cache, rounds if number > 0 else Rounds(), send)
             _let_go(client)
     return rounds
 
 
-def _round(kv: PagedKv, cache: KvCache, rounds: Rounds, send: Callable[[memoryview], float] | None) -> None:
-    """Memcpy, store, memcpy, retrieve, memcpy: each of the two is compared with the copies around it."""
+def _round(
+    kv: PagedKv,
+    copies: PlainCopies,
+    cache: KvCache,
+    rounds: Rounds,
+    send: Callable[[memoryview], float] | None,
+) -> None:
+    """Store and retrieve, each between two plain copies that go the same way."""
     tokens, stored_from, retrieved_into = kv.fresh_tokens(), kv.shuffled(), kv.shuffled()
     kv.load()
-    before = kv.memcpy()
+    before = copies.into_shared()
     rounds.store.append(_store(kv, cache, tokens, stored_from))
-    between = kv.memcpy()
+    rounds.memcpy_store.append((before + copies.into_shared()) / 2)
+    kv.wipe()
+    before = copies.out_of_shared()
     kv.wipe()
     rounds.retrieve.append(_retrieve(kv, cache, tokens, retrieved_into))
-    after = kv.memcpy()
     if not kv.is_moved(stored_from, retrieved_into):
         raise BenchError("What came back is not what was stored.")
-    rounds.memcpy_store.append((before + between) / 2)
-    rounds.memcpy_retrieve.append((between + after) / 2)
+    rounds.memcpy_retrieve.append((before + copies.out_of_shared()) / 2)
     if send is not None:
         rounds.raw.append(send(kv.bytes()))
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Future
 
     from kvwire.server.dataplane.base import PathOffer, SlotMemory
-    from kvwire.transfer.arena import Arena
+    from kvwire.transfer.arena import GrowingArena
     from kvwire.transfer.base import ByteArray
     from kvwire.transfer.ucx import Peer
     from kvwire.transfer.ucx_options import UcxOptions
@@ -43,7 +43,7 @@ class UcxPath:
     So a slot is free for others as soon as no operation on it is left here, whatever the client does.
     """
 
-    def __init__(self, options: UcxOptions, arena: Arena, host_id: str) -> None:
+    def __init__(self, options: UcxOptions, arena: GrowingArena, host_id: str) -> None:
         self._options = options
         self._arena = arena
         self._host_id = host_id
@@ -122,6 +122,7 @@ class UcxPath:
         async with self._starting:
             if self._plane is None:
                 self._plane = UcxServerPlane(await asyncio.to_thread(UcxEngine, self._options))
+                await asyncio.to_thread(self._map_arena)
             return self._plane
 
     @staticmethod
@@ -133,6 +134,11 @@ class UcxPath:
             # The client has given up; the connection that it asked for would stay for ever.
             connecting.add_done_callback(_close_late)
             raise
+
+    def _map_arena(self) -> None:
+        """This server writes into the arena itself now: no transfer shall wait for pages to be mapped."""
+        self._arena.maps_ahead = True
+        self._arena.prefault(self._arena.base, self._arena.allocated - self._arena.base)
 
     def _of(self, registration_id: int) -> tuple[UcxServerPlane, Peer]:
         client = self._clients.get(registration_id)
