@@ -244,7 +244,8 @@ def test_bl32_a_server_that_hangs_costs_one_timeout(server, baseline):
             assert answer.tokens == right
         server.resume()
         assert times[0] < 10
-        assert max(times[1:]) < 1
+        # A second time-out would cost 5 s; anything less is the load of the machine.
+        assert max(times[1:]) < 4
         wait_until_healthy(running)
         running.run(tokens)
         (answer,) = running.run(tokens)

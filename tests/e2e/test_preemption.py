@@ -70,7 +70,7 @@ def slow_down_stores(running, monkeypatch):
     run_stores = cache.run_stores
 
     def slow(transfers):
-        time.sleep(0.05)
+        time.sleep(0.5)
         return run_stores(transfers)
 
     monkeypatch.setattr(cache, "run_stores", slow)

@@ -42,7 +42,7 @@ def test_control_for_people(capfd):
 
 def test_an_interrupted_benchmark_leaves_no_process_behind(tmp_path):
     bench = subprocess.Popen(
-        [sys.executable, "-m", "kvwire.cli", "bench", "control", "--quick"],
+        [sys.executable, "-m", "kvwire.cli", "bench", "control"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
