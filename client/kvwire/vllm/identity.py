@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire.client.fingerprint import digest_of
 from kvwire.keys import ExtraInput, Namespace
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
+    from collections.abc import Iterable
 
     from kvwire.vllm.config import ConnectorConfig
     from kvwire.vllm.layout import EngineLayout
@@ -61,13 +61,8 @@ def engine_namespace(
         model=_name(config.model or str(model.model)),
         revision=_name(_revision(model)),
         kv_dtype=str(model.dtype if dtype == "auto" else dtype).removeprefix("torch."),
-        layout_fingerprint=fingerprint(facts),
+        layout_fingerprint=digest_of(facts),
     )
-
-
-def fingerprint(facts: Mapping[str, Any]) -> bytes:
-    """32 bytes for everything that changes the bytes of a block, in whatever order it is told."""
-    return sha256(json.dumps(facts, sort_keys=True, default=str).encode()).digest()
 
 
 def adapter_of(lora_request: Any) -> AdapterId:

@@ -5,8 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from kvwire.client.fingerprint import digest_of
 from kvwire.keys import chunk_keys, root
-from kvwire.vllm.identity import fingerprint, session_id, weights_digest
+from kvwire.vllm.identity import session_id, weights_digest
 from kvwire.vllm.requests import TrackerFactory
 from support.fake_engine import NAMESPACE, Request
 
@@ -88,8 +89,8 @@ def test_a_long_request_id_has_a_session_of_its_own():
 
 
 def test_the_fingerprint_does_not_depend_on_order():
-    assert fingerprint({"a": 1, "b": [2]}) == fingerprint({"b": [2], "a": 1})
-    assert fingerprint({"a": 1}) != fingerprint({"a": 2})
+    assert digest_of({"a": 1, "b": [2]}) == digest_of({"b": [2], "a": 1})
+    assert digest_of({"a": 1}) != digest_of({"a": 2})
 
 
 def test_weights_are_told_apart_by_their_ends(tmp_path):
