@@ -7,6 +7,7 @@ import shutil
 import tempfile
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -83,6 +84,22 @@ def test_bytes_come_back_through_shuffled_blocks(client, data_path, request):
             assert loaded.ok, loaded.error
         assert all((kv[name][target] == wanted[name]).all() for name in kv)
         no_leases(client)
+
+
+@every_path
+def test_many_threads_retrieve_at_once(client, data_path, request):
+    """Each of them more objects than UCX has messages under way."""
+    kv = random_kv()
+    with (
+        client.register_kv_caches(
+            kv, model=request.node.name, block_size=BLOCK_SIZE, data_path=data_path
+        ) as cache,
+        cache.session(range(4096)) as session,
+    ):
+        assert session.store(range(256)).ok
+        with ThreadPoolExecutor(4) as pool:
+            loading = [pool.submit(session.retrieve, range(256)) for _ in range(12)]
+            assert all(each.result(20).ok for each in loading)
 
 
 @every_path

@@ -6,9 +6,9 @@ import logging
 import os
 import threading
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.client import forks, paths
 from kvwire.client.pipeline import Lane
@@ -18,6 +18,7 @@ from kvwire.transfer.base import FAULTS, slot_error
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
+    from contextlib import AbstractContextManager
 
     from kvwire.client.client import Client
     from kvwire.client.layout import KvLayout
@@ -52,6 +53,9 @@ class LivePath:
 
     def __init__(self, end: DataPath, on_dead: Callable[[KvwireError], None]) -> None:
         self.name = end.name
+        self.turn: AbstractContextManager[Any] = (
+            threading.Lock() if end.name.startswith("ucx") else nullcontext()
+        )
         self._end = end
         self._on_dead = on_dead
         # Between hosts every byte is checked; on one host the server makes the checksum.

@@ -37,6 +37,14 @@ class BoundPath(Protocol):
     @property
     def name(self) -> str: ...
 
+    @property
+    def turn(self) -> AbstractContextManager[Any]:
+        """To be held from BeginRetrieve to the last read.
+
+        On UCX the server sends at once, in the order of the calls, and only so many messages ahead: whoever
+        reads in another order waits for a message that waits for him.
+        """
+
     def write(self, ticket: Ticket, fill: Fill, deadline: float) -> list[SlotResult]: ...
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]: ...

@@ -172,6 +172,11 @@ class RetrieveRun:
     def _retrieve(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
+        with self._lane.path.turn:
+            ends = self._begin_and_read(parts)
+        self._end(ends)
+
+    def _begin_and_read(self, parts: Sequence[Part]) -> list[tuple[Part, Ticket, EndRetrieveItem]]:
         lane = self._lane
         grants = lane.client.begin_retrieve(lane.registration_id, [part.item for part in parts])
         ends: list[tuple[Part, Ticket, EndRetrieveItem]] = []
@@ -189,7 +194,7 @@ class RetrieveRun:
         except BaseException:
             lane.client.end_quietly(lane.registration_id, sorted(leases))
             raise
-        self._end(ends)
+        return ends
 
     def _note_missing(self, part: Part, grant: RetrieveGrant) -> None:
         """All that is not granted is missing, whether the server names it or not."""
