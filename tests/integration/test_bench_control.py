@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 
@@ -46,13 +47,15 @@ def test_an_interrupted_benchmark_leaves_no_process_behind(tmp_path):
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell starts what runs in its background with SIGINT ignored, and so would this.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # noqa: PLW1509 - no threads here
     )
     assert bench.stderr is not None
     for line in bench.stderr:
         if "storing" in line:
             break
     children = subprocess.run(["pgrep", "-P", str(bench.pid)], capture_output=True, text=True, check=True)
-    bench.send_signal(2)
+    bench.send_signal(signal.SIGINT)
     bench.communicate(timeout=30)
     assert bench.returncode == app.INTERRUPTED
     for pid in children.stdout.split():
