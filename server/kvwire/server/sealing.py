@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 PAUSE_S: Final = 0.25
 """Without a transfer for so long, hashing begins."""
-PATIENCE_S: Final = 5.0
+PATIENCE_S: Final = 2.0
 """After so long it begins all the same."""
 
 

@@ -213,9 +213,9 @@ CLIENT = """
     from kvwire.transfer.shm import LivenessLock
     held = LivenessLock.open(sys.argv[1])
     if sys.argv[2] == "fork" and os.fork() == 0:
-        print("child", os.getpid(), flush=True)
+        os.write(1, b"child %d\\n" % os.getpid())
         time.sleep(60)
-    print("held", os.getpid(), flush=True)
+    os.write(1, b"held %d\\n" % os.getpid())
     time.sleep(60)
 """
 
