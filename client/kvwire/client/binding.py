@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -25,12 +25,13 @@ if TYPE_CHECKING:
     from kvwire.client.memory import KvMemory
     from kvwire.client.types import Offer, Role
     from kvwire.keys import Namespace
-    from kvwire.transfer.base import DataPath, Drain, Fill, SlotResult, Ticket
+    from kvwire.transfer.base import DataPath, Drain, Fill, Mark, SlotResult, Ticket
 
 logger = logging.getLogger(__name__)
 
 CLIENT_ID_BYTES: Final = 16
 _DRAIN_S: Final = 5.0
+_FAREWELL_S: Final = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +69,15 @@ class LivePath:
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]:
         with self._watched():
             return self._end.read(ticket, drain, deadline)
+
+    def mark(self) -> Mark:
+        return self._end.mark()
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool:
+        return self._end.publish(ticket, mark)
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool:
+        return self._end.proves(ticket, mark)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
@@ -201,7 +211,9 @@ class PathRegistrar:
             self._note_choice(client, path, causes)
             return registered.registration_id, end, candidate
         if unproven:
-            client.unregister_quietly(unproven)
+            # Waited for: the client may be closed at once, and what is on its way with it.
+            with suppress(KvwireError):
+                client.unregister(unproven, timeout=_FAREWELL_S)
         raise DataPathUnavailable(
             "No data path works between this client and the server: "
             + "; ".join(f"{name}: {cause}" for name, cause in causes.items())

@@ -47,6 +47,7 @@ class KvCache:
         self.client = client
         self.spec = spec
         self._memory: KvMemory | None = None
+        self._layout: tuple[int, KvLayout | None] = (0, None)
         self._registrar = PathRegistrar(spec, self._path_died)
         self.link = Link(client, spec.alignment, self._registrar, interval=interval)
 
@@ -90,7 +91,12 @@ class KvCache:
     @property
     def layout(self) -> KvLayout:
         """How chunks are cut at the negotiated size."""
-        return self.spec.layout(self.chunk_size)
+        size, layout = self._layout
+        if layout is None or size != self.chunk_size:
+            size = self.chunk_size
+            layout = self.spec.layout(size)
+            self._layout = size, layout
+        return layout
 
     @property
     def memory(self) -> KvMemory | None:
@@ -260,7 +266,7 @@ def register_kv_caches(
         raise InvalidArgument(
             "tensors", f"{len(groups)} groups, {len(sizes)} block sizes, {len(windows)} windows"
         )
-    memory = kv_memory(groups, threads=options.get("copy_threads", 1))
+    memory = kv_memory(groups, threads=options.get("copy_threads", 0))
     fingerprint = _fingerprint(memory, sizes, options.get("facts"))
     namespace = Namespace(model, options.get("revision", ""), memory.dtype, fingerprint)
     namespace.validate()

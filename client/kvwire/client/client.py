@@ -291,9 +291,6 @@ class Client:
             items = [types.EndRetrieveItem(lease_id) for lease_id in lease_ids]
             self._send_quietly(calls.end_retrieve(registration_id, items))
 
-    def unregister_quietly(self, registration_id: int) -> None:
-        self._send_quietly(calls.unregister(registration_id))
-
     def release_quietly(self, registration_id: int, items: Sequence[types.ReleaseItem]) -> None:
         self._send_quietly(calls.release_lookup(registration_id, items))
 

@@ -4,12 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
 from kvwire.errors import KvwireError, TransferFailed, TransferTimeout
-from kvwire.transfer.base import FAULTS, SlotResult, all_failed, expired, pieces, seconds_left, slot_error
+from kvwire.transfer.base import (
+    FAULTS,
+    Mark,
+    SlotResult,
+    all_failed,
+    expired,
+    pieces,
+    seconds_left,
+    slot_error,
+)
 from kvwire.transfer.checksum import Checksum, mismatch
 from kvwire.v1 import cache_service_pb2 as pb
 
@@ -60,6 +70,15 @@ class InlinePath:
         except KvwireError as error:
             return all_failed(ticket.slots, error)
         return receiver.results()
+
+    def mark(self) -> Mark:
+        return Mark(time.monotonic())
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool:
+        return False
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool:
+        return False
 
     def close(self) -> None:
         """The connection is the client's."""

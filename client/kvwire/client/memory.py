@@ -28,7 +28,7 @@ class KvMemory:
         return min(group.num_blocks for group in self.groups)
 
 
-def kv_memory(tensors: Sequence[Sequence[Any]], *, threads: int = 1) -> KvMemory:
+def kv_memory(tensors: Sequence[Sequence[Any]], *, threads: int = 0) -> KvMemory:
     """For each KV group the tensors or arrays of its layers, of shape (blocks, ...).
 
     An object of a group is the chosen blocks of the first tensor, then those of the second, and so on.

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from kvwire.client.jobs import ObjectName, TransferJob
     from kvwire.client.layout import KvLayout
     from kvwire.client.types import TransferItem
-    from kvwire.transfer.base import ByteArray, Drain, Fill
+    from kvwire.transfer.base import ByteArray, Drain, Fill, Mark
     from kvwire.transfer.pages import KvGroupPages, PageMover
     from kvwire.v1 import transfer_pb2
 
@@ -48,6 +48,12 @@ class BoundPath(Protocol):
     def write(self, ticket: Ticket, fill: Fill, deadline: float) -> list[SlotResult]: ...
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]: ...
+
+    def mark(self) -> Mark: ...
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool: ...
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool: ...
 
 
 class Task:
@@ -143,7 +149,7 @@ class Lane:
 
     def seconds(self, ticket: transfer_pb2.Ticket, method: str) -> float:
         """How long a ticket's bytes may take: the call's deadline, or the lease's where that is shorter."""
-        lease = ticket.expires_in.ToTimedelta().total_seconds()
+        lease = lease_seconds(ticket)
         return min(self.client.deadlines[method], lease) if lease > 0 else self.client.deadlines[method]
 
     def span(
@@ -175,7 +181,18 @@ def to_ticket(message: transfer_pb2.Ticket) -> Ticket:
         )
         for index, slot in enumerate(message.slots)
     )
-    return Ticket(message.lease_id, Path(message.path).label, slots, message.piece_bytes)
+    return Ticket(
+        message.lease_id,
+        Path(message.path).label,
+        slots,
+        message.piece_bytes,
+        lease_seconds(message),
+        message.arrival_word,
+    )
+
+
+def lease_seconds(message: transfer_pb2.Ticket) -> float:
+    return float(message.expires_in.seconds + message.expires_in.nanos * 1e-9)
 
 
 def name(ticket: Ticket, slot: int) -> ObjectName:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.client.jobs import RetrieveResult, StoreResult
 from kvwire.client.pipeline import cancelled, name, names, slot_names
-from kvwire.client.types import CommitItem, EndRetrieveItem
+from kvwire.client.types import CommitItem, Committed, EndRetrieveItem
 from kvwire.errors import ChecksumMismatch, KvwireError, LeaseLost, ObjectNotFound, OutOfSpace
+from kvwire.transfer.crew import crew
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from kvwire.client.jobs import ObjectName
     from kvwire.client.pipeline import Lane, Part, Task
-    from kvwire.client.types import Committed, RetrieveGrant
-    from kvwire.transfer.base import Ticket
+    from kvwire.client.types import RetrieveGrant
+    from kvwire.transfer.base import Mark, Ticket
 
 
 class StoreRun:
@@ -58,6 +60,7 @@ class StoreRun:
         if not parts:
             return
         lane = self._lane
+        mark = lane.path.mark()
         grants = lane.client.begin_store(lane.registration_id, [part.item for part in parts])
         leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
         written: list[tuple[Part, Ticket, CommitItem]] = []
@@ -79,7 +82,7 @@ class StoreRun:
         finally:
             leases -= {ticket.lease_id for _, ticket, _ in ready}
             lane.client.abort_quietly(lane.registration_id, sorted(leases))
-        self._commit(ready)
+        self._commit([each for each in ready if not self._is_published(*each, mark)])
 
     def _write(self, part: Part, ticket: Ticket, seconds: float) -> CommitItem | None:
         """Fill the slots. None: there is nothing to publish."""
@@ -100,6 +103,14 @@ class StoreRun:
             return True
         self._errors.setdefault(task, cancelled())
         return False
+
+    def _is_published(self, part: Part, ticket: Ticket, item: CommitItem, mark: Mark) -> bool:
+        """Commit without a call, where the path can and all slots are good."""
+        whole = len(item.slots) == len(ticket.slots)
+        if not whole or not self._lane.path.publish(ticket, mark):
+            return False
+        self._committed(part.task, ticket, item, Committed(len(item.slots)))
+        return True
 
     def _commit(self, commits: Sequence[tuple[Part, Ticket, CommitItem]]) -> None:
         if not commits:
@@ -172,9 +183,10 @@ class RetrieveRun:
     def _retrieve(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
+        mark = self._lane.path.mark()
         with self._lane.path.turn:
             ends = self._begin_and_read(parts)
-        self._end(ends)
+        self._end(ends, mark)
 
     def _begin_and_read(self, parts: Sequence[Part]) -> list[tuple[Part, Ticket, EndRetrieveItem]]:
         lane = self._lane
@@ -213,8 +225,22 @@ class RetrieveRun:
         corrupt = tuple(each.index for each in results if isinstance(each.error, ChecksumMismatch))
         return EndRetrieveItem(ticket.lease_id, corrupt)
 
-    def _end(self, ends: Sequence[tuple[Part, Ticket, EndRetrieveItem]]) -> None:
+    def _end(self, ends: Sequence[tuple[Part, Ticket, EndRetrieveItem]], mark: Mark) -> None:
         """Only a lease that was held all the time makes what was read true."""
+        lane = self._lane
+        proven: list[int] = []
+        unproven: list[tuple[Part, Ticket, EndRetrieveItem]] = []
+        for part, ticket, item in ends:
+            if not item.corrupt_slots and lane.path.proves(ticket, mark):
+                self._held(part.task, ticket)
+                proven.append(ticket.lease_id)
+            else:
+                unproven.append((part, ticket, item))
+        if proven:
+            crew.later(partial(lane.client.end_quietly, lane.registration_id, proven))
+        self._ask(unproven)
+
+    def _ask(self, ends: Sequence[tuple[Part, Ticket, EndRetrieveItem]]) -> None:
         if not ends:
             return
         lane = self._lane
@@ -226,12 +252,15 @@ class RetrieveRun:
             return
         for (part, ticket, _item), is_held in zip(ends, held, strict=True):
             if is_held:
-                self._bytes[part.task] += sum(slot.size_bytes for slot in ticket.slots)
+                self._held(part.task, ticket)
             else:
                 lost = LeaseLost(
                     "The read lease ended while its bytes were copied.", lease_id=ticket.lease_id
                 )
                 self._fail(part.task, slot_names(ticket), lost)
+
+    def _held(self, task: Task, ticket: Ticket) -> None:
+        self._bytes[task] += sum(slot.size_bytes for slot in ticket.slots)
 
     def _fail(self, task: Task, names: Sequence[ObjectName], error: KvwireError) -> None:
         self._failed[task].update(names)

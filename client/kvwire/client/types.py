@@ -216,8 +216,8 @@ class CommitItem:
 @dataclass(frozen=True, slots=True)
 class Committed:
     committed: int
-    aborted: int
-    failed_slots: tuple[int, ...]
+    aborted: int = 0
+    failed_slots: tuple[int, ...] = ()
     error: KvwireError | None = None
 
 

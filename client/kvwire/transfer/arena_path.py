@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import DataPathUnavailable
-from kvwire.transfer.base import FAULTS, ReadCheck, SlotResult, expired, pieces, slot_error, timed_out
+from kvwire.transfer.base import FAULTS, Mark, ReadCheck, SlotResult, expired, pieces, slot_error, timed_out
 from kvwire.transfer.checksum import HOT_BYTES, Checksum, mismatch
 from kvwire.transfer.shm import LivenessLock, MappedArena
 
@@ -17,6 +18,10 @@ if TYPE_CHECKING:
 
 DEFAULT_CHECK_SHARE: Final = 1 / 32
 """Nothing but a fault of this host's memory can change bytes here, so reads are checked by sample."""
+
+
+PUBLISH_MARGIN_S: Final = 1.0
+"""Before the end of a write lease, so that the server has looked when the time is up."""
 
 
 class ArenaPath:
@@ -61,6 +66,15 @@ class ArenaPath:
             except FAULTS as error:
                 results.append(SlotResult(slot.index, slot_error(error, self.name, _what("Reading", slot))))
         return results
+
+    def mark(self) -> Mark:
+        return Mark(time.monotonic())
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool:
+        return False
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool:
+        return False
 
     def close(self) -> None:
         """Forget the arena. Its owner closes it."""
@@ -108,6 +122,26 @@ class ShmPath(ArenaPath):
     @property
     def arena(self) -> MappedArena:
         return self._mapped
+
+    def mark(self) -> Mark:
+        board = self._held.board
+        return Mark(time.monotonic(), board.doubts if board is not None else 0)
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool:
+        """On the board, in good time: the server looks there before it ends a lease."""
+        board = self._held.board
+        if board is None or not ticket.arrival_word:
+            return False
+        if time.monotonic() + PUBLISH_MARGIN_S > mark.asked_at + ticket.seconds:
+            return False
+        board.arrive(ticket.arrival_word, ticket.lease_id)
+        return board.doubts == mark.doubts
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool:
+        """The lease's time is not up, and the server has had no doubts since it was asked for."""
+        board = self._held.board
+        in_time = time.monotonic() < mark.asked_at + ticket.seconds
+        return board is not None and in_time and board.doubts == mark.doubts
 
     def keep_page_locked(self, page_lock: PageLock) -> None:
         """For a worker whose pages are on a device. Before the first transfer."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Final, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -41,12 +41,24 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Ticket:
-    """How to move the bytes of one lease. `piece_bytes` is 0 on shared memory."""
+    """How to move the bytes of one lease. `piece_bytes` is 0 on shared memory.
+
+    `seconds` is how long the lease was given for, `arrival_word` where a write lease can be committed.
+    """
 
     lease_id: int
     path: str
     slots: tuple[Slot, ...]
     piece_bytes: int = 0
+    seconds: float = 0.0
+    arrival_word: int = 0
+
+
+class Mark(NamedTuple):
+    """What a path looked like before a lease was asked for: the time, and what it was in doubt about."""
+
+    asked_at: float
+    doubts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +101,15 @@ class DataPath(Protocol):
     ) -> list[SlotResult]: ...
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]: ...
+
+    def mark(self) -> Mark:
+        """To be taken before the call that grants a ticket."""
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool:
+        """Commit all slots of a write ticket over the path itself. False: CommitStore has to be called."""
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool:
+        """Whether all that `read` reported as good is what the server held. False: EndRetrieve tells."""
 
     def close(self) -> None: ...
 

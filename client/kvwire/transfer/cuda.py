@@ -15,11 +15,11 @@ from kvwire.errors import LayoutUnsupported
 from kvwire.transfer.torch_pages import import_torch
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from kvwire.transfer.arena import Arena
     from kvwire.transfer.base import ByteArray
-    from kvwire.transfer.geometry import Index, Segment
+    from kvwire.transfer.geometry import Index, LayerPages, Segment
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +30,8 @@ BUFFER_BYTES: Final = 32 << 20
 class CudaMover:
     """One copy stream and one buffer on the device. Calls from several threads take turns."""
 
+    max_threads: Final = 1
+
     def __init__(self, device: Any) -> None:
         self._torch = import_torch()
         self._device = device
@@ -37,6 +39,9 @@ class CudaMover:
         self._buffer: Any = None
         self._fence: Any = None
         self._lock = threading.Lock()
+
+    def span(self, layers: Sequence[LayerPages]) -> None:
+        """Rows are written by the device."""
 
     def fence(self) -> None:
         """Called on the engine's thread: the next moves begin after what its current stream has been told."""

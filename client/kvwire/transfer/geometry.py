@@ -102,8 +102,8 @@ class Geometry:
         self.block_bytes: Final = sum(layer.page_bytes for layer in layers)
         self._strips = _strips(layers, order)
 
-    def runs(self, ids: Index) -> tuple[Run, ...]:
-        """The rows of an object of these blocks. Raises RangeInvalid for a block that does not exist."""
+    def check(self, ids: Index) -> bool:
+        """Whether some of these blocks are skipped. Raises RangeInvalid for a block that does not exist."""
         if ids.size and (int(ids.max()) >= self.num_blocks or int(ids.min()) < SKIPPED):
             wrong = next(int(each) for each in ids if not SKIPPED <= each < self.num_blocks)
             raise RangeInvalid(
@@ -112,7 +112,10 @@ class Geometry:
                 count=1,
                 limit=self.num_blocks,
             )
-        has_skips = bool(ids.size) and int(ids.min()) < 0
+        return bool(ids.size) and int(ids.min()) < 0
+
+    def runs(self, ids: Index, *, has_skips: bool) -> tuple[Run, ...]:
+        """The rows of an object of these blocks, which have been checked."""
         if self.order == "layers" or len(self._strips) == 1:
             return self._chain([(strip, ids) for strip in self._strips], has_skips=has_skips)
         singles = [ids[i : i + 1] for i in range(len(ids))]

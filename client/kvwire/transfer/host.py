@@ -7,25 +7,34 @@ of memcpy on 64 KiB rows in random order, both ways.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
+from kvwire.transfer.span import RowSpan
+
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from numpy.typing import NDArray
 
     from kvwire.transfer.base import ByteArray
-    from kvwire.transfer.geometry import Index, Segment
+    from kvwire.transfer.geometry import Index, LayerPages, Segment
 
 
 class HostMover:
     """Copies rows between segments and packed bytes. Safe for several threads at once."""
+
+    max_threads: Final = 64
 
     def __init__(self) -> None:
         self._rows: dict[int, tuple[Segment, NDArray[Any]]] = {}
 
     def fence(self) -> None:
         """Nothing runs behind the caller's back in host memory."""
+
+    def span(self, layers: Sequence[LayerPages]) -> RowSpan | None:
+        return RowSpan.of(layers)
 
     def gather(self, segment: Segment, index: Index, out: ByteArray) -> None:
         """Rows `index` into `out`, packed."""

@@ -2,7 +2,7 @@
 
 The server makes one lock file per registration. The client opens it and holds a shared flock for as long as
 it may touch the arena. The lock goes when the process and all children that it forked are gone, and such
-children are just those that have the arena mapped too.
+children are just those that have the arena mapped too. The file holds the registration's board.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import DataPathUnavailable
+from kvwire.transfer.board import BOARD_BYTES, ClientBoard, ServerBoard
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,6 +29,8 @@ class LivenessLock:
     def __init__(self, name: str, fd: int) -> None:
         self.name: Final = name
         self._fd = fd
+        os.posix_fallocate(fd, 0, BOARD_BYTES)
+        self.board: Final = ServerBoard(fd)
 
     @classmethod
     def create(cls, arena_name: str) -> LivenessLock:
@@ -55,6 +58,7 @@ class LivenessLock:
         """Remove the file. Whoever holds it is not disturbed."""
         if self._fd >= 0:
             self._fd, fd = -1, self._fd
+            self.board.close()
             os.close(fd)
             (FOLDER / self.name).unlink(missing_ok=True)
 
@@ -72,17 +76,28 @@ class HeldLock:
             raise _unusable(name, str(error)) from error
         # The server takes the lock for a moment when it looks, so this may wait that moment.
         fcntl.flock(self._fd, fcntl.LOCK_SH)
+        self.board: Final = _board(self._fd)
 
     def close(self) -> None:
         """To be called when this process cannot touch the arena any more."""
         if self._fd >= 0:
             self._fd, fd = -1, self._fd
+            if self.board is not None:
+                self.board.close()
             os.close(fd)
 
 
 def lock_names(folder: Path, prefix: str) -> Iterator[Path]:
     """The lock files of all arenas of this prefix."""
     return folder.glob(f"{prefix}*{_INFIX}*")
+
+
+def _board(fd: int) -> ClientBoard | None:
+    """None from a server that has none: everything is asked for then."""
+    try:
+        return ClientBoard(fd)
+    except ValueError:
+        return None
 
 
 def _unusable(name: str, cause: str) -> DataPathUnavailable:

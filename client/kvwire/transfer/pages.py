@@ -8,28 +8,36 @@ of it can be moved by itself, at full speed when it begins and ends at a row (a 
 from __future__ import annotations
 
 import itertools
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
 import numpy as np
 
 from kvwire.errors import InvalidArgument, LayoutUnsupported, TransferFailed
-from kvwire.transfer.geometry import SKIPPED, Geometry, LayerPages, Order, Run
+from kvwire.transfer.crew import crew, default_threads
+from kvwire.transfer.geometry import SKIPPED, Geometry, LayerPages, Order, Run, Segment
 from kvwire.transfer.host import HostMover
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from numpy.typing import NDArray
 
     from kvwire.transfer.base import ByteArray, Slot
-    from kvwire.transfer.geometry import Index, Segment
+    from kvwire.transfer.geometry import Index
+    from kvwire.transfer.span import RowSpan
 
 __all__ = ["BlockRows", "KvGroupPages", "PageMover", "pages_from_arrays", "pages_from_torch"]
 
 BlockIds: TypeAlias = "Sequence[int | None] | NDArray[Any]"
-SPLIT_BYTES: Final = 2 << 20
-"""Less than this is not worth a second thread."""
+SPLIT_BYTES: Final = 4 << 20
+"""Less than this is not worth another thread."""
+
+
+class Move(Protocol):
+    """Copies bytes [start, stop) of a run between its rows and `packed`."""
+
+    def __call__(self, run: Run, start: int, stop: int, packed: ByteArray, /) -> None: ...
 
 
 class Mover(Protocol):
@@ -40,28 +48,44 @@ class Mover(Protocol):
     def scatter(self, segment: Segment, index: Index, data: ByteArray) -> None: ...
     def part(self, segment: Segment, row: int, start: int, stop: int) -> Any: ...
 
+    def span(self, layers: Sequence[LayerPages]) -> RowSpan | None:
+        """A faster way to write rows, where there is one."""
+
+    @property
+    def max_threads(self) -> int:
+        """How many may copy at once."""
+
 
 class BlockRows:
     """Block ids of one object, checked and turned into rows once. For any number of moves."""
 
-    __slots__ = ("has_skips", "runs", "size_bytes")
+    __slots__ = ("_geometry", "_runs", "has_skips", "ids", "size_bytes")
 
-    def __init__(self, runs: tuple[Run, ...]) -> None:
-        self.runs = runs
-        self.size_bytes = runs[-1].stop
-        self.has_skips = runs[0].has_skips
+    def __init__(self, ids: Index, geometry: Geometry) -> None:
+        """Raises RangeInvalid for a block that does not exist."""
+        self.has_skips = geometry.check(ids)
+        self.ids = ids
+        self.size_bytes = len(ids) * geometry.block_bytes
+        self._geometry = geometry
+        self._runs: tuple[Run, ...] = ()
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        if not self._runs:
+            self._runs = self._geometry.runs(self.ids, has_skips=self.has_skips)
+        return self._runs
 
 
 class KvGroupPages:
     """One KV group of one worker."""
 
-    def __init__(self, layers: Sequence[LayerPages], order: Order, mover: Mover, threads: int = 1) -> None:
-        if threads < 1:
+    def __init__(self, layers: Sequence[LayerPages], order: Order, mover: Mover, threads: int = 0) -> None:
+        if threads < 0:
             raise InvalidArgument("threads", f"{threads} threads cannot copy")
         self._geometry = Geometry(layers, order)
         self._mover = mover
-        self._threads = threads
-        self._pool: ThreadPoolExecutor | None = None
+        self._threads = min(threads or default_threads(), mover.max_threads)
+        self._span = mover.span(layers)
         self.num_layers: Final = len(layers)
         self.page_bytes: Final = tuple(layer.page_bytes for layer in layers)
 
@@ -89,7 +113,7 @@ class KvGroupPages:
             ids = np.array([SKIPPED if each is None else each for each in block_ids], dtype=np.int64)
         if not ids.size:
             raise InvalidArgument("block_ids", "an object has at least one block")
-        return BlockRows(self._geometry.runs(ids))
+        return BlockRows(ids, self._geometry)
 
     def gather_into(
         self, blocks: BlockRows | BlockIds, out: ByteArray, start: int = 0, stop: int | None = None
@@ -98,81 +122,47 @@ class KvGroupPages:
         rows = self._rows(blocks)
         if rows.has_skips:
             raise InvalidArgument("block_ids", "a block without an id cannot be stored")
-        self._move(rows, out, start, stop, self._gather)
+        stop = _checked_stop(rows, out, start, stop)
+        self._move(rows.runs, out, start, stop, self._gather)
 
     def scatter_from(
         self, blocks: BlockRows | BlockIds, data: ByteArray, start: int = 0, stop: int | None = None
     ) -> None:
         """Copy `data`, bytes [start, stop) of the object, into the pages, except those of skipped blocks."""
-        self._move(self._rows(blocks), data, start, stop, self._scatter)
+        rows = self._rows(blocks)
+        stop = _checked_stop(rows, data, start, stop)
+        span = self._span
+        if span is None or rows.has_skips or start % span.row_bytes or stop % span.row_bytes:
+            self._move(rows.runs, data, start, stop, self._scatter)
+            return
+        places = span.rows(rows.ids, self.order)
+
+        def scatter(run: Run, first: int, last: int, part: ByteArray) -> None:
+            span.scatter(run.rows[first // span.row_bytes : last // span.row_bytes], part)
+
+        run = Run(Segment(None, 0, span.row_bytes, on_grid=False), places, 0, rows.size_bytes, False)
+        self._move((run,), data, start, stop, scatter)
 
     def fence(self) -> None:
         """Let the next moves wait for what the caller's device stream has been told so far."""
         self._mover.fence()
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown()
-            self._pool = None
-
     def _rows(self, blocks: BlockRows | BlockIds) -> BlockRows:
         return blocks if isinstance(blocks, BlockRows) else self.index(blocks)
 
-    def _move(
-        self,
-        rows: BlockRows,
-        packed: ByteArray,
-        start: int,
-        stop: int | None,
-        move: Callable[[Run, int, int, ByteArray], None],
-    ) -> None:
-        stop = rows.size_bytes if stop is None else stop
-        if not 0 <= start <= stop <= rows.size_bytes or packed.size != stop - start:
-            raise InvalidArgument(
-                "range", f"{packed.size} bytes for [{start}, {stop}) of an object of {rows.size_bytes} bytes"
-            )
-        for run in rows.runs:
-            first, last = max(start, run.start), min(stop, run.stop)
-            if first < last:
-                self._move_run(
-                    run, first - run.start, last - run.start, packed[first - start : last - start], move
-                )
-
-    def _move_run(
-        self,
-        run: Run,
-        start: int,
-        stop: int,
-        packed: ByteArray,
-        move: Callable[[Run, int, int, ByteArray], None],
-    ) -> None:
-        """Whole rows by selection, in as many threads as wished; cut rows at the ends by themselves."""
-        size = run.segment.row_bytes
-        first, last = -(-start // size), stop // size
-        if first > last:  # inside of one row
-            move(run, start, stop, packed)
-            return
-        if start < first * size:
-            move(run, start, first * size, packed[: first * size - start])
-        if last * size < stop:
-            move(run, last * size, stop, packed[last * size - start :])
-        body = packed[first * size - start : last * size - start]
-        jobs = min(self._threads, last - first, body.size // SPLIT_BYTES)
+    def _move(self, runs: Sequence[Run], packed: ByteArray, start: int, stop: int, move: Move) -> None:
+        """In as many threads as wished."""
+        jobs = min(self._threads, (stop - start) // SPLIT_BYTES)
         if jobs < 2:
-            move(run, first * size, last * size, body)
+            _move_range(runs, packed, start, stop, move)
             return
-        cuts = [first + (last - first) * i // jobs for i in range(jobs + 1)]
-        parts = [(run, a * size, b * size, body[(a - first) * size : (b - first) * size])
-                 for a, b in itertools.pairwise(cuts)]  # fmt: skip
-        waiting = [self._workers().submit(move, *part) for part in parts[1:]]
-        move(*parts[0])
-        for each in waiting:
-            each.result()
-
-    def _workers(self) -> ThreadPoolExecutor:
-        if self._pool is None:
-            self._pool = ThreadPoolExecutor(self._threads - 1, "kvwire-copy")
-        return self._pool
+        cuts = [start, *(_row_at(runs, start + (stop - start) * i // jobs) for i in range(1, jobs)), stop]
+        crew.run(
+            [
+                partial(_move_range, runs, packed[a - start : b - start], a, b, move)
+                for a, b in itertools.pairwise(cuts)
+            ]
+        )
 
     def _gather(self, run: Run, start: int, stop: int, out: ByteArray) -> None:
         size = run.segment.row_bytes
@@ -224,7 +214,7 @@ class PageMover:
 
 
 def pages_from_arrays(
-    layers: Sequence[NDArray[np.uint8]], order: Order = "layers", *, threads: int = 1
+    layers: Sequence[NDArray[np.uint8]], order: Order = "layers", *, threads: int = 0
 ) -> KvGroupPages:
     """A group whose layers are arrays of shape (blocks, page bytes), with any distance between the rows."""
     roots: dict[int, ByteArray] = {}
@@ -237,7 +227,7 @@ def pages_from_torch(
     num_blocks: int,
     *,
     order: Order = "layers",
-    threads: int = 1,
+    threads: int = 0,
 ) -> list[KvGroupPages]:
     """The groups of an engine from its KV tensors, by layer name. Raises LayoutUnsupported.
 
@@ -268,6 +258,45 @@ def _layer_of(array: NDArray[np.uint8], roots: dict[int, ByteArray]) -> LayerPag
     memory = roots.setdefault(address, root.reshape(-1).view(np.uint8))
     blocks, page = array.shape
     return LayerPages(memory, int(array.ctypes.data) - address, array.strides[0], blocks, page)
+
+
+def _checked_stop(rows: BlockRows, packed: ByteArray, start: int, stop: int | None) -> int:
+    stop = rows.size_bytes if stop is None else stop
+    if not 0 <= start <= stop <= rows.size_bytes or packed.size != stop - start:
+        raise InvalidArgument(
+            "range", f"{packed.size} bytes for [{start}, {stop}) of an object of {rows.size_bytes} bytes"
+        )
+    return stop
+
+
+def _move_range(runs: Sequence[Run], packed: ByteArray, start: int, stop: int, move: Move) -> None:
+    for run in runs:
+        first, last = max(start, run.start), min(stop, run.stop)
+        if first < last:
+            _move_run(run, first - run.start, last - run.start, packed[first - start : last - start], move)
+
+
+def _move_run(run: Run, start: int, stop: int, packed: ByteArray, move: Move) -> None:
+    """Whole rows by selection; cut rows at the ends by themselves."""
+    size = run.segment.row_bytes
+    if not start % size and not stop % size:
+        move(run, start, stop, packed)
+        return
+    first, last = -(-start // size), stop // size
+    if first > last:  # inside of one row
+        move(run, start, stop, packed)
+        return
+    if start < first * size:
+        move(run, start, first * size, packed[: first * size - start])
+    if last * size < stop:
+        move(run, last * size, stop, packed[last * size - start :])
+    move(run, first * size, last * size, packed[first * size - start : last * size - start])
+
+
+def _row_at(runs: Sequence[Run], place: int) -> int:
+    """Where the row that holds this byte begins."""
+    run = next(each for each in runs if each.start <= place < each.stop)
+    return place - (place - run.start) % run.segment.row_bytes
 
 
 def _kept(index: Index) -> list[tuple[int, int]]:

@@ -9,6 +9,7 @@ processor's cache.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Self
 from kvwire.errors import DataPathUnavailable, KvwireError, TransferFailed
 from kvwire.transfer.base import (
     FAULTS,
+    Mark,
     ReadCheck,
     SlotResult,
     expired,
@@ -110,6 +112,16 @@ class UcxPath:
             # The server may still be sending what nobody waits for any more.
             self._engine.discard(ticket.slots[0].first_tag)
         return run.results({})
+
+    def mark(self) -> Mark:
+        return Mark(time.monotonic())
+
+    def publish(self, ticket: Ticket, mark: Mark) -> bool:
+        return False
+
+    def proves(self, ticket: Ticket, mark: Mark) -> bool:
+        """A message is whole only if the server held its bytes until the last was taken."""
+        return True
 
     def close(self) -> None:
         """Let go of the peer. The engine belongs to the process."""

@@ -33,6 +33,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def GetStatus(self, request: admin.GetStatusRequest, context: Any) -> admin.GetStatusResponse:
         core = self._core
+        core.absorb()
         status = core.engine.status()
         return admin.GetStatusResponse(
             header=core.header,

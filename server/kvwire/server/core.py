@@ -5,9 +5,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
+from kvwire.errors import NotRegistered
 from kvwire.server.dataplane.shm import ShmPath
+from kvwire.server.messages import CommitItem
 from kvwire.v1 import cache_service_pb2 as cache
 
 if TYPE_CHECKING:
@@ -20,9 +22,13 @@ if TYPE_CHECKING:
     from kvwire.server.guard import Guard
     from kvwire.server.messages import EndedLease
     from kvwire.server.sealing import Sealer
+    from kvwire.server.store import ObjectRef
     from kvwire.server.supervisor import Supervisor
 
 log = logging.getLogger("kvwire.server")
+
+ARRIVALS_S: Final = 0.05
+"""How often boards are looked at while nobody asks for anything."""
 
 
 class Core:
@@ -61,6 +67,9 @@ class Core:
         self.clients = Clients()
         self.stopping = asyncio.Event()
         self._cancelling: set[asyncio.Task[None]] = set()
+        shm = plane.paths.get("shm")
+        self._shm = shm if isinstance(shm, ShmPath) else None
+        self._looking: asyncio.TimerHandle | None = None
 
     @staticmethod
     def now() -> float:
@@ -73,8 +82,41 @@ class Core:
             self._cancelling.add(task)
             task.add_done_callback(self._cancelling.discard)
 
+    def absorb(self) -> None:
+        """Publish what clients have said on their boards to be there.
+
+        To be called before anything that asks what there is, or that ends leases.
+        """
+        if self._shm is None:
+            return
+        for registration_id, lease_id in self._shm.arrivals():
+            self.sealer.transfer_seen()
+            try:
+                item = CommitItem(lease_id, (), ())
+                result = self.engine.commit_store(registration_id, [item], self.now())[0]
+            except NotRegistered:
+                continue  # its memory is free when its process is gone
+            self.sealer.add(result.unchecked)
+
+    def expect_arrivals(self) -> None:
+        """Look at the boards by ourselves until nothing is waited for: events must not wait for a call."""
+        if self._looking is None and self._shm is not None and self._shm.awaits_arrivals:
+            self._looking = asyncio.get_running_loop().call_later(ARRIVALS_S, self._look)
+
+    def close_store(self, registration_id: int, lease_id: int) -> None:
+        """The client has ended a write lease by a call."""
+        if self._shm is not None:
+            self._shm.close_store(registration_id, lease_id)
+
+    def discard(self, ref: ObjectRef) -> None:
+        """Drop an object that was found damaged."""
+        self.engine.discard(ref)
+        if self._shm is not None:
+            self._shm.doubt_all()
+
     def sweep(self) -> None:
         """End what has run out, free what dead owners held, keep memory below the watermark."""
+        self.absorb()
         now = self.now()
         for registration_id in self.clients.attached():
             # gRPC's own keepalive ends the stream of a client that hangs: an open one is a sign of life.
@@ -92,7 +134,14 @@ class Core:
         for path in self.plane.paths.values():
             path.leave(registration_id)
 
+    def _look(self) -> None:
+        self._looking = None
+        self.absorb()
+        self.expect_arrivals()
+
     async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
         self.engine.shutdown()
         self.settle()
         if self._cancelling:
@@ -100,8 +149,8 @@ class Core:
         await self.plane.close()
 
     def _free_dead_owners(self) -> None:
-        shm = self.plane.paths.get("shm")
-        if not isinstance(shm, ShmPath):
+        shm = self._shm
+        if shm is None:
             return
         owners = {owner.registration_id for owner in self.engine.quarantined_owners()}
         for registration_id in owners:

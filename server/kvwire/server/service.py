@@ -65,6 +65,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         space, layout = convert.namespace(request.namespace), convert.layout(request.layout)
         admission = None if client.role == "scheduler" else await core.plane.admit(_offers(request.offers))
         path = admission.path if admission else ""
+        core.absorb()
         try:
             done = self._engine.register(client, space, layout, request.chunk_size, path, now=core.now())
         except BaseException:
@@ -90,6 +91,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def UnregisterKvCache(
         self, request: cache.UnregisterKvCacheRequest, context: Any
     ) -> cache.UnregisterKvCacheResponse:
+        self._core.absorb()
         self._engine.unregister(request.registration_id, self._core.now())
         self._core.left(request.registration_id)
         self._core.settle()
@@ -113,6 +115,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         prompt = convert.prompt(request, core.binding.require(), core.config)
         if request.registration_id:
             convert.identifier("session_id", request.session_id)
+        core.absorb()
         steps = self._engine.lookup_steps(
             request.registration_id or None, request.session_id, prompt, core.now()
         )

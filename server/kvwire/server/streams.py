@@ -52,6 +52,7 @@ class Streams:
             await client.gone.wait()
         finally:
             client.streams -= 1
+            core.absorb()
             if not client.attached and self._engine.disconnect(registration_id, core.now()):
                 core.left(registration_id)
                 core.settle()

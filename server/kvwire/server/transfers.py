@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
-from kvwire.errors import ChecksumMismatch, KvwireError, NotRegistered
+from kvwire.errors import ChecksumMismatch, KvwireError, LeaseLost, NotRegistered
 from kvwire.server import convert
 from kvwire.server.dataplane import SlotMemory
 from kvwire.server.limits import check_batch, check_chunks, check_slots
@@ -39,11 +39,13 @@ class Transfers:
         check_batch("items", request.items, core.config)
         check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.store_item(item, core.config) for item in request.items]
+        core.absorb()
         grants = self._engine.begin_store(request.registration_id, items, core.now())
         reply = cache.BeginStoreResponse(header=core.header)
         for grant in grants:
             reply.results.append(self._store_result(request.registration_id, path, grant))
         core.settle()
+        core.expect_arrivals()
         return reply
 
     async def commit_store(
@@ -66,6 +68,8 @@ class Transfers:
             if result.committed and not result.aborted:
                 over.append(item.lease_id)
             core.sealer.add(result.unchecked)
+            if result.error is None or isinstance(result.error, LeaseLost):
+                core.close_store(request.registration_id, item.lease_id)
             for error in arrival.failed.values():
                 self._engine.counters.fail(error.reason)
             reply.results.append(_commit_result(arrival.failed, result))
@@ -80,6 +84,8 @@ class Transfers:
         core = self._core
         check_batch("lease_ids", request.lease_ids, core.config)
         aborted = self._engine.abort_store(request.registration_id, request.lease_ids, core.now())
+        for lease_id in request.lease_ids:
+            core.close_store(request.registration_id, lease_id)
         core.settle()
         return cache.AbortStoreResponse(header=core.header, aborted_slots=aborted)
 
@@ -89,6 +95,7 @@ class Transfers:
         check_batch("items", request.items, core.config)
         check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.retrieve_item(item, core.config) for item in request.items]
+        core.absorb()
         grants = self._engine.begin_retrieve(request.registration_id, items, core.now())
         reply = cache.BeginRetrieveResponse(header=core.header)
         for grant in grants:
@@ -169,6 +176,7 @@ class Transfers:
         ticket.path = convert.PATHS[path]
         ticket.expires_in.CopyFrom(convert.duration(ttl))
         ticket.piece_bytes = opened.piece_bytes
+        ticket.arrival_word = opened.arrival_word
         mapped = path == "shm"
         for index, each in enumerate(slots):
             ticket.slots.add(
@@ -232,7 +240,7 @@ class Transfers:
         for index in set(item.corrupt_slots):
             if index < len(lease.objects) and not await self._core.sealer.intact(lease.objects[index]):
                 self._engine.counters.fail(ChecksumMismatch.reason)
-                self._engine.discard(lease.objects[index])
+                self._core.discard(lease.objects[index])
 
     def _transfer_path(self, registration_id: int) -> ServerPath:
         """The path of a client that moves bytes now."""

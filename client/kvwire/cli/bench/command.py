@@ -73,7 +73,9 @@ def transfer(
     memory: Annotated[
         Literal["auto", "torch", "numpy"], Parameter(help="What holds the blocks. auto: torch if installed.")
     ] = "auto",
-    copy_threads: Annotated[int, Parameter(help="Threads that gather and scatter.")] = 1,
+    copy_threads: Annotated[
+        int, Parameter(help="Threads of one copy. 0: as the client library chooses.")
+    ] = 0,
     plot: Annotated[
         str, Parameter(help="Write a chart to this file; needs matplotlib.", show_default=False)
     ] = "",

@@ -19,6 +19,7 @@ from kvwire.cli.bench.processes import BenchError, kvwire_server, work_folder
 from kvwire.cli.bench.raw_socket import raw_socket
 from kvwire.client import Client
 from kvwire.errors import ConfigError, DataPathUnavailable, MissingExtra
+from kvwire.transfer.crew import default_threads
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -43,7 +44,7 @@ class Plan:
     rounds: int = 0
     warmup: int = 3
     memory: Memory = "auto"
-    copy_threads: int = 1
+    copy_threads: int = 0
 
     def rounds_of(self, size: int) -> int:
         return self.rounds or (5 if size >= 512 * MIB else 15)
@@ -108,7 +109,7 @@ def run(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
                 reports = {"skipped": str(error)}
                 break
         paths[path] = reports
-    return {"paths": paths, "layout": _layout(), "copy_threads": plan.copy_threads}
+    return {"paths": paths, "layout": _layout(), "copy_threads": plan.copy_threads or default_threads()}
 
 
 def _layout() -> dict[str, Any]:

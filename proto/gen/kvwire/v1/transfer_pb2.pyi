@@ -117,7 +117,8 @@ class ShmAccess(_message.Message):
     liveness_name: _builtins.str
     """liveness_name names a lock file beside the arena. The client holds a shared
     flock on it for as long as it may touch the arena; the server takes its
-    release as proof that the process is gone.
+    release as proof that the process is gone. The file is also the registration's
+    board (docs/protocol.md), where arrivals and doubts are told without a call.
     """
     def __init__(
         self,
@@ -180,6 +181,7 @@ class Ticket(_message.Message):
     EXPIRES_IN_FIELD_NUMBER: _builtins.int
     PIECE_BYTES_FIELD_NUMBER: _builtins.int
     SLOTS_FIELD_NUMBER: _builtins.int
+    ARRIVAL_WORD_FIELD_NUMBER: _builtins.int
     lease_id: _builtins.int
     """lease_id names the lease. Unique in one incarnation of the server, never 0
     in a ticket that has slots.
@@ -189,6 +191,11 @@ class Ticket(_message.Message):
     piece_bytes: _builtins.int
     """piece_bytes is the size of a UCX message or an inline piece in bytes; the
     last piece of a slot is shorter. 0 on SHM.
+    """
+    arrival_word: _builtins.int
+    """arrival_word is the word of the board by which a client can commit this write
+    lease, all slots of it, without CommitStore: it writes lease_id there when all
+    bytes are in place. Only on SHM; 0 where the client has to call CommitStore.
     """
     @_builtins.property
     def expires_in(self) -> _duration_pb2.Duration:
@@ -206,10 +213,11 @@ class Ticket(_message.Message):
         expires_in: _duration_pb2.Duration | None = ...,
         piece_bytes: _builtins.int = ...,
         slots: _abc.Iterable[Global___Slot] | None = ...,
+        arrival_word: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "lease_id", b"lease_id", "path", b"path", "piece_bytes", b"piece_bytes", "slots", b"slots"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arrival_word", b"arrival_word", "expires_in", b"expires_in", "lease_id", b"lease_id", "path", b"path", "piece_bytes", b"piece_bytes", "slots", b"slots"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

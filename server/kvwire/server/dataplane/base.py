@@ -59,10 +59,14 @@ class SlotMemory:
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """`piece_bytes` is 0 where slots do not move in pieces; `first_tags` is empty where there are no tags."""
+    """`piece_bytes` is 0 where slots do not move in pieces; `first_tags` is empty where there are no tags.
+
+    `arrival_word` is where the client can say that all has arrived, 0 where it has to call.
+    """
 
     piece_bytes: int = 0
     first_tags: tuple[int, ...] = ()
+    arrival_word: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,76 @@
+"""Threads of this process that work beside the caller's own, shared by all that copy."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MOST: Final = 4
+"""Threads of one copy: more than these gain little, and an engine needs its processors."""
+
+
+def default_threads() -> int:
+    """Threads of one copy, the caller's included: as many as processors may be used here, up to `MOST`."""
+    return min(MOST, len(os.sched_getaffinity(0)))
+
+
+class Crew:
+    """Made on first use, anew in a forked child."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pool: ThreadPoolExecutor | None = None
+        os.register_at_fork(after_in_child=self._forget)
+
+    def run(self, jobs: Sequence[Callable[[], None]]) -> None:
+        """Run all at once, one on the caller's thread; whoever is done takes what nobody has begun.
+
+        Raises what a job has raised, when nothing runs any more; jobs that have not begun are left then.
+        """
+        todo = deque(jobs)
+        pool = self._started()
+        helpers = [pool.submit(_work, todo) for _ in jobs[1:]]
+        try:
+            _work(todo)
+        finally:
+            # One that has not begun has nothing left to do.
+            running = [each for each in helpers if not each.cancel()]
+            wait(running)
+        for each in running:
+            each.result()
+
+    def later(self, job: Callable[[], None]) -> None:
+        """Something short that nobody waits for."""
+        self._started().submit(job)
+
+    def _started(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._pool is None:
+                self._pool = ThreadPoolExecutor(MOST, "kvwire-copy")
+            return self._pool
+
+    def _forget(self) -> None:
+        self._lock = threading.Lock()
+        self._pool = None
+
+
+def _work(todo: deque[Callable[[], None]]) -> None:
+    try:
+        while True:
+            try:
+                job = todo.popleft()
+            except IndexError:
+                return
+            job()
+    except BaseException:
+        todo.clear()
+        raise
+
+
+crew: Final = Crew()
