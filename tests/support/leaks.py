@@ -12,6 +12,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from kvwire.transfer.crew import NAME
+
 KINDS = ("shm", "fds", "threads", "tasks")
 SHM = Path("/dev/shm")
 SHM_PREFIX = "kvwire"
@@ -68,7 +70,10 @@ def shm_entries() -> frozenset[str]:
 
 
 def live_threads() -> frozenset[int]:
-    return frozenset(thread.ident for thread in threading.enumerate() if thread.ident)
+    """All but the process's own crew, which stays by design."""
+    return frozenset(
+        thread.ident for thread in threading.enumerate() if thread.ident and not thread.name.startswith(NAME)
+    )
 
 
 def held_by_a_stranger(name: str) -> bool:

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+NAME: Final = "kvwire-crew"
 MOST: Final = 4
 """Threads of one copy: more than these gain little, and an engine needs its processors."""
 
@@ -52,7 +53,7 @@ class Crew:
     def _started(self) -> ThreadPoolExecutor:
         with self._lock:
             if self._pool is None:
-                self._pool = ThreadPoolExecutor(MOST, "kvwire-copy")
+                self._pool = ThreadPoolExecutor(MOST, NAME)
             return self._pool
 
     def _forget(self) -> None:

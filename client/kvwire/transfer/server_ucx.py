@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from functools import partial
+from itertools import chain, islice
+from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import KvwireError
 from kvwire.transfer import tags
@@ -38,15 +40,15 @@ class UcxServerPlane:
 
     def expect_store(self, peer: Peer, lease_id: int, slots: Sequence[ByteArray], piece_bytes: int) -> Opened:
         """Receive a write lease into `slots`, its places in the arena. Before the client is told of it."""
-        return self._open(
-            Kind.STORE, lease_id, slots, piece_bytes, lambda tag, part: self.engine.recv(tag, part, peer)
-        )
+        begin = partial(self.engine.recv_all, peer=peer)
+        return self._open(Kind.STORE, lease_id, slots, piece_bytes, begin)
 
     def send_retrieve(
         self, peer: Peer, lease_id: int, slots: Sequence[ByteArray], piece_bytes: int
     ) -> Opened:
         """Send a read lease out of the arena. The client takes the messages in the order of its ticket."""
-        return self._open(Kind.RETRIEVE, lease_id, slots, piece_bytes, peer.send)
+        begin = partial(self.engine.send_all, peer)
+        return self._open(Kind.RETRIEVE, lease_id, slots, piece_bytes, begin)
 
     def opened(self, lease_id: int) -> Opened | None:
         return self._leases.get(lease_id)
@@ -78,16 +80,16 @@ class UcxServerPlane:
         lease_id: int,
         slots: Sequence[ByteArray],
         piece_bytes: int,
-        start: Callable[[int, Any], UcxOp],
+        begin: Callable[[list[tuple[int, ByteArray]]], list[UcxOp]],
     ) -> Opened:
         first = tags.first_tags(kind, lease_id, [slot.size for slot in slots], piece_bytes)
-        ops: list[UcxOp] = []
-        futures: list[Future[None]] = []
-        for tag, slot in zip(first, slots, strict=True):
-            bounds = pieces(slot.size, piece_bytes)
-            mine = [start(tag + i, slot[begin:end]) for i, (begin, end) in enumerate(bounds)]
-            futures.append(_first_error([op.future for op in mine]))
-            ops += mine
+        parts = [
+            [(tag + i, slot[start:stop]) for i, (start, stop) in enumerate(pieces(slot.size, piece_bytes))]
+            for tag, slot in zip(first, slots, strict=True)
+        ]
+        ops = begin(list(chain.from_iterable(parts)))
+        todo = iter(ops)
+        futures = [_first_error([op.future for op in islice(todo, len(mine))]) for mine in parts]
         self._leases[lease_id] = opened = Opened(first, tuple(futures), ops)
         return opened
 

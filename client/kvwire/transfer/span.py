@@ -40,7 +40,7 @@ class RowSpan:
         self._step = step
         self._cut = np.arange(0, layer.row_bytes, element, dtype=np.int64) // step
         self._element = np.dtype((np.void, element))
-        memory = np.frombuffer((ctypes.c_char * size).from_address(low), np.uint8)
+        memory = np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(low))
         first = memory[:element].view(self._element)
         self._elements = np.lib.stride_tricks.as_strided(first, ((size - element) // step + 1,), (step,))
 

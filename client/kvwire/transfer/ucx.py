@@ -16,6 +16,7 @@ import os
 import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.transfer import tags, ucx_library
@@ -26,7 +27,7 @@ from kvwire.transfer.ucx_options import UcxOptions
 from kvwire.transfer.ucx_state import unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable, Sequence
 
 __all__ = ["Peer", "UcxEngine", "UcxOp", "UcxOptions"]
 
@@ -77,17 +78,23 @@ class UcxEngine:
 
     def send(self, peer: Peer, tag: int, buffer: Any) -> UcxOp:
         """Send a contiguous buffer. A large one is done when the peer has taken all of it."""
-        op = UcxOp(self, tag, buffer, self._library.array(buffer), peer, is_send=True)
-        lane = self._lane(tag)
-        self._submit(lane, lambda: lane.state.send(op, peer))
-        return op
+        return self.send_all(peer, [(tag, buffer)])[0]
+
+    def send_all(self, peer: Peer, messages: Iterable[tuple[int, Any]]) -> list[UcxOp]:
+        """Several at once, in order; much cheaper than one by one."""
+        ops = [UcxOp(self, tag, buf, self._library.array(buf), peer, is_send=True) for tag, buf in messages]
+        self._begin(ops, lambda lane, op: lane.state.send(op, peer))
+        return ops
 
     def recv(self, tag: int, buffer: Any, peer: Peer | None = None) -> UcxOp:
         """Receive the message `tag`, of just the buffer's length. It fails when `peer` is lost."""
-        op = UcxOp(self, tag, buffer, self._library.array(buffer), peer, is_send=False)
-        lane = self._lane(tag)
-        self._submit(lane, lambda: lane.state.expect(op))
-        return op
+        return self.recv_all([(tag, buffer)], peer)[0]
+
+    def recv_all(self, messages: Iterable[tuple[int, Any]], peer: Peer | None = None) -> list[UcxOp]:
+        """Several at once."""
+        ops = [UcxOp(self, tag, buf, self._library.array(buf), peer, is_send=False) for tag, buf in messages]
+        self._begin(ops, lambda lane, op: lane.state.expect(op))
+        return ops
 
     def cancel(self, op: UcxOp) -> None:
         lane = self._lane(op.tag)
@@ -111,6 +118,13 @@ class UcxEngine:
             if lane.thread.is_alive():
                 logger.warning("UCX did not stop within %.0f s; a thread is left behind", timeout)
 
+    def _begin(self, ops: Sequence[UcxOp], begin: Callable[[Lane, UcxOp], None]) -> None:
+        """One command for each lane."""
+        for lane in self._lanes:
+            mine = [op for op in ops if self._lane(op.tag) is lane]
+            if mine:
+                self._submit(lane, partial(_begin_all, lane, mine, begin))
+
     def _lane(self, tag: int) -> Lane:
         return self._lanes[(tag & tags.MAX_PIECE) % len(self._lanes)]
 
@@ -128,3 +142,8 @@ class UcxEngine:
     def _connection_ended(self, peer: Peer) -> None:
         """On the thread of the lane that has seen it."""
         self.drop_peer(peer, "the connection has ended", gone=True)
+
+
+def _begin_all(lane: Lane, ops: Sequence[UcxOp], begin: Callable[[Lane, UcxOp], None]) -> None:
+    for op in ops:
+        begin(lane, op)

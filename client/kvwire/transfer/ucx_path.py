@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from kvwire.transfer.ucx import Peer, UcxEngine, UcxOp
 
 DEFAULT_PIECE_BYTES: Final = 4 << 20
-STAGING_PIECES: Final = 4
+STAGING_PIECES: Final = 2
 LOCAL_CHECK_SHARE: Final = 1 / 32
 
 

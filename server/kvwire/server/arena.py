@@ -23,7 +23,7 @@ AHEAD: Final = 256 << 20
 
 def make_arena(config: ServerConfig, incarnation: bytes) -> SharedArena | PrivateArena:
     """The arena, empty. What killed servers left in shared memory goes first. Raises ConfigError."""
-    if config.arena == "private":
+    if config.arena == "private" or "shm" not in config.data_paths:
         return PrivateArena.create(config.l1_size)
     for name in sweep_dead():
         log.info("removed shared memory %s of a server that is gone", name)

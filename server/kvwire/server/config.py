@@ -26,7 +26,9 @@ class ServerConfig:
     policy: str = setting("Eviction policy: lru or arc.", "lru")
     watermark: float = setting("Fill of the memory tier above which eviction runs in the background.", 0.95)
     arena: str = setting(
-        "Memory of the memory tier: shm (local clients map it) or private (no shm path).", "shm"
+        "Memory of the memory tier: shm (local clients map it) or private (huge pages, no shm path). Without "
+        "the path shm it is private.",
+        "shm",
     )
     data_paths: tuple[str, ...] = setting(
         "Data paths to offer, of: " + ", ".join(DATA_PATHS) + ".", DATA_PATHS

@@ -83,7 +83,6 @@ def test_any_range_of_an_object_both_ways(make, order, data):
     )
     mask[:start] = mask[stop:] = False
     assert (after == np.where(mask, expected, whole)).all()
-    pages.close()
 
 
 def test_neighbours_of_padded_pages_are_not_touched():
@@ -95,16 +94,27 @@ def test_neighbours_of_padded_pages_are_not_touched():
 
 
 @pytest.mark.parametrize("order", ["layers", "blocks"])
-def test_several_threads_move_the_same_bytes(order):
-    layers = list(random_bytes((4, 64, 65536)))
+@pytest.mark.parametrize("row_bytes", [65536, 3 * 9216, 16400])
+@pytest.mark.parametrize("allocations", [1, 4])
+def test_several_threads_move_the_same_bytes(order, row_bytes, allocations):
+    layers = list(random_bytes((4, 64, row_bytes)))
+    if allocations > 1:
+        layers = [layer.copy() for layer in layers]
     ids = np.random.default_rng(1).permutation(64)[:48]
+    before = [layer.copy() for layer in layers]
     pages = pages_from_arrays(layers, order, threads=3)
     out = np.zeros(pages.block_bytes * 48, dtype=np.uint8)
     pages.gather_into(ids, out)
     assert (out == reference(layers, ids, order)).all()
     pages.scatter_from(pages.index(ids), out ^ 1)
     assert (out ^ 1 == reference(layers, ids, order)).all()
-    pages.close()
+    start = 3 * row_bytes
+    pages.scatter_from(ids, out[start:], start)
+    expected = out ^ 1
+    expected[start:] ^= 1
+    assert (expected == reference(layers, ids, order)).all()
+    untouched = np.setdiff1d(np.arange(64), ids)
+    assert all((layer[untouched] == old[untouched]).all() for layer, old in zip(layers, before, strict=True))
 
 
 def test_bl23_blocks_that_the_engine_holds_keep_their_bytes():
@@ -133,7 +143,7 @@ def test_what_is_refused():
     with pytest.raises(InvalidArgument):
         pages.gather_into([1], out, 8, 8 + len(out))
     with pytest.raises(InvalidArgument):
-        pages_from_arrays(separate(1, 1, 1), threads=0)
+        pages_from_arrays(separate(1, 1, 1), threads=-1)
     for layers in (
         [],
         [random_bytes((4, 16)), random_bytes((5, 16))],
