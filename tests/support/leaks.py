@@ -38,7 +38,7 @@ def snapshot(kinds: tuple[str, ...]) -> Snapshot:
     return Snapshot(
         shm=shm_entries() if "shm" in kinds else frozenset(),
         fds=open_fds() if "fds" in kinds else {},
-        threads=live_threads() if "threads" in kinds else frozenset(),
+        threads=frozenset(live_threads()) if "threads" in kinds else frozenset(),
     )
 
 
@@ -61,7 +61,7 @@ def compare(before: Snapshot, kinds: tuple[str, ...]) -> list[str]:
     if "fds" in kinds:
         left += [f"fd {fd}: {what}" for fd, what in open_fds().items() if before.fds.get(fd) != what]
     if "threads" in kinds:
-        left += [f"thread {t.name}" for t in threading.enumerate() if t.ident not in before.threads]
+        left += [f"thread {name}" for ident, name in live_threads().items() if ident not in before.threads]
     return left
 
 
@@ -69,11 +69,10 @@ def shm_entries() -> frozenset[str]:
     return frozenset(entry.name for entry in SHM.glob(f"{SHM_PREFIX}*"))
 
 
-def live_threads() -> frozenset[int]:
+def live_threads() -> dict[int, str]:
     """All but the process's own crew, which stays by design."""
-    return frozenset(
-        thread.ident for thread in threading.enumerate() if thread.ident and not thread.name.startswith(NAME)
-    )
+    threads = [thread for thread in threading.enumerate() if not thread.name.startswith(NAME)]
+    return {thread.ident: thread.name for thread in threads if thread.ident}
 
 
 def held_by_a_stranger(name: str) -> bool:
