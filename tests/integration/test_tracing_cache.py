@@ -12,6 +12,7 @@ from kvwire.cli.bench.processes import kvwire_server, work_folder
 from kvwire.client import Client
 from kvwire.telemetry import tracing
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
+from support.waiting import eventually
 
 TRACE_ID = 0x0AF7651916CD43DD8448EB211C80319C
 HEADERS = {"traceparent": f"00-{TRACE_ID:032x}-b7ad6b7169203331-01"}
@@ -56,10 +57,13 @@ def test_one_trace_from_request_to_bytes(server, spans):
             assert session.store(BLOCKS).ok
         with cache.session(TOKENS) as session:
             assert session.retrieve(BLOCKS).ok
+        # Sent behind the caller's back.
+        eventually(lambda: "EndRetrieve" in of_trace(spans))
     found = of_trace(spans)
     assert len(found["Lookup"]) == 2
     for run, calls in (
-        ("kvwire.store", ("BeginStore", "CommitStore")),
+        # On shared memory a store is committed without a call.
+        ("kvwire.store", ("BeginStore",)),
         ("kvwire.retrieve", ("BeginRetrieve", "EndRetrieve")),
     ):
         (span,) = found[run]
@@ -69,7 +73,7 @@ def test_one_trace_from_request_to_bytes(server, spans):
         assert transfer.attributes["kvwire.size_bytes"] == sum(layer.nbytes for layer in layers)
         assert transfer.attributes["kvwire.data_path"] == "shm"
         assert transfer.attributes["kvwire.direction"] == run.removeprefix("kvwire.")
-        assert [found[call][0].parent.span_id for call in calls] == [span.context.span_id] * 2
+        assert [found[call][0].parent.span_id for call in calls] == [span.context.span_id] * len(calls)
 
 
 def test_the_adapters_carry_a_request_over_their_threads(server, spans):
@@ -88,4 +92,4 @@ def test_the_adapters_carry_a_request_over_their_threads(server, spans):
         worker.shutdown()
         scheduler.shutdown()
     found = of_trace(spans)
-    assert {"kvwire.store", "BeginStore", "kvwire.transfer", "CommitStore"} <= set(found)
+    assert {"kvwire.store", "BeginStore", "kvwire.transfer"} <= set(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter, defaultdict
+from contextvars import copy_context
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -237,7 +238,9 @@ class RetrieveRun:
             else:
                 unproven.append((part, ticket, item))
         if proven:
-            crew.later(partial(lane.client.end_quietly, lane.registration_id, proven))
+            # In this retrieve's trace, on another thread: nobody waits for it.
+            trace = copy_context()
+            crew.later(partial(trace.run, lane.client.end_quietly, lane.registration_id, proven))
         self._ask(unproven)
 
     def _ask(self, ends: Sequence[tuple[Part, Ticket, EndRetrieveItem]]) -> None:

@@ -7,9 +7,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
-from kvwire.errors import NotRegistered
 from kvwire.server.dataplane.shm import ShmPath
-from kvwire.server.messages import CommitItem
 from kvwire.v1 import cache_service_pb2 as cache
 
 if TYPE_CHECKING:
@@ -91,12 +89,7 @@ class Core:
             return
         for registration_id, lease_id in self._shm.arrivals():
             self.sealer.transfer_seen()
-            try:
-                item = CommitItem(lease_id, (), ())
-                result = self.engine.commit_store(registration_id, [item], self.now())[0]
-            except NotRegistered:
-                continue  # its memory is free when its process is gone
-            self.sealer.add(result.unchecked)
+            self.sealer.add(self.engine.commit_arrived(registration_id, lease_id, self.now()))
 
     def expect_arrivals(self) -> None:
         """Look at the boards by ourselves until nothing is waited for: events must not wait for a call."""

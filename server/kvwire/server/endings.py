@@ -97,6 +97,13 @@ class LeaseEndings:
             self._settle(lease_id)
         return slots
 
+    def acknowledge_former(self, lease_id: int, registration_id: int) -> int:
+        """As `acknowledge`, by an owner whose registration has ended."""
+        remainder = self._waiting.get(lease_id)
+        if remainder is None or remainder.owner.id != registration_id:
+            return 0
+        return self.acknowledge(lease_id, remainder.owner)
+
     def confirm(self, lease_id: int) -> bool:
         """The data path is done with the lease. False when nothing waits for that."""
         remainder = self._waiting.get(lease_id)

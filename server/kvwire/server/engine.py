@@ -15,7 +15,7 @@ from kvwire.server.endings import LeaseEndings
 from kvwire.server.leases import LeaseTable, ReadLease, WriteLease
 from kvwire.server.lifecycle import Lifecycle
 from kvwire.server.lookups import Lookups
-from kvwire.server.messages import EndReason, LiveLease
+from kvwire.server.messages import CommitItem, EndReason, LiveLease
 from kvwire.server.registry import Registrations
 from kvwire.server.retrieves import Retrieves
 from kvwire.server.sessions import Sessions
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from kvwire.server.layout import KvLayout
     from kvwire.server.messages import (
         ClientInfo,
-        CommitItem,
         CommitResult,
         EndedLease,
         Expired,
@@ -243,6 +242,19 @@ class CacheEngine:
         """
         registration = self._lifecycle.enter(registration_id, now)
         return tuple(self._stores.commit(registration, item) for item in items)
+
+    def commit_arrived(self, registration_id: int, lease_id: int, now: float) -> tuple[ObjectRef, ...]:
+        """A client says, without a call, that all slots of a write lease are written and left alone.
+
+        Publishes a live lease and returns its objects without a checksum. For one that has ended, also with
+        its registration, it is the acknowledgement.
+        """
+        self._lifecycle.advance(now)
+        registration = self._state.registrations.get(registration_id)
+        if registration is None:
+            self._state.endings.acknowledge_former(lease_id, registration_id)
+            return ()
+        return self._stores.commit(registration, CommitItem(lease_id)).unchecked
 
     def abort_store(self, registration_id: int, lease_ids: Sequence[int], now: float) -> tuple[int, ...]:
         """Give slots back, or acknowledge that the lease has ended. Returns the number of slots per lease."""
