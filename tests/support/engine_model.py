@@ -293,6 +293,18 @@ class EngineModel:
             assert result.committed == 0
         self.said_done(write)
 
+    def arrived(self, write: Write) -> None:
+        for slot in write.slots:
+            self.arena[slot.offset : slot.offset + OBJECT_BYTES] = pattern(slot.name, write.lease_id)
+        refs = self.domain.engine.commit_arrived(write.registration, write.lease_id, self.domain.now)
+        stands = write.live and write.client.registration == write.registration
+        assert len(refs) == (len(write.slots) if stands else 0)
+        if stands:
+            for slot in write.slots:
+                self.committed[slot.name] = pattern(slot.name, write.lease_id)
+            write.slots = []
+        self.said_done(write)
+
     def said_done(self, write: Write) -> None:
         """The owner writes no more; where the server moves the bytes, its receives may still be running."""
         write.live = False

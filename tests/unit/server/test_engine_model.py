@@ -116,6 +116,14 @@ class EngineMachine(EngineModel, RuleBasedStateMachine):
 
     @precondition(lambda self: any(write.writing for write in self.writes))
     @rule(index=INDEX)
+    def arrive(self, index: int) -> None:
+        """All slots are written, which the server sees whether their registration still stands or not."""
+        writes = [w for w in self.writes if w.writing and not w.client.server_moves_bytes and not w.done]
+        if writes:
+            self.arrived(writes[index % len(writes)])
+
+    @precondition(lambda self: any(write.writing for write in self.writes))
+    @rule(index=INDEX)
     def abort(self, index: int) -> None:
         writes = [w for w in self.writes if w.writing and w.client.registration and not w.done]
         if writes:
