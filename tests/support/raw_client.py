@@ -227,6 +227,10 @@ class RawClient:
         request = pb.CommitStoreRequest(registration_id=self.registration_id, items=[item])
         return self.stub.CommitStore(request, timeout=CALL_S).results[0]
 
+    def arrive(self, ticket: transfer_pb2.Ticket) -> None:
+        """Publish a whole lease on the board, without a call."""
+        self.lock.board.arrive(ticket.arrival_word, ticket.lease_id)
+
     def abort(self, lease_id: int) -> int:
         request = pb.AbortStoreRequest(registration_id=self.registration_id, lease_ids=[lease_id])
         return self.stub.AbortStore(request, timeout=CALL_S).aborted_slots[0]

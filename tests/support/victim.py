@@ -54,6 +54,16 @@ class Victim:
             self.client.arena.view(slot.arena_offset, slot.size_bytes)[:] = b"\xee" * slot.size_bytes
         return {}
 
+    def finish(self) -> dict:
+        """The last byte is there, and nobody has been told."""
+        self.client.write(self.ticket, self.data)
+        return {}
+
+    def arrive(self) -> dict:
+        """Tell it on the board."""
+        self.client.arrive(self.ticket)
+        return {}
+
     def commit(self) -> dict:
         result = self.client.commit(self.ticket.lease_id)
         return {"committed": result.committed, "reason": result.error.reason, "text": result.error.message}
