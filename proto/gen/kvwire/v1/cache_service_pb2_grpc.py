@@ -259,8 +259,9 @@ class CacheServiceServicer(object):
 
     def BeginStore(self, request, context):
         """BeginStore reserves slots for the objects of this client's rank. Nothing is
-        readable before CommitStore. An object that is there already, or that
-        somebody is writing, is reported as such and is a success.
+        readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+        An object that is there already, or that somebody is writing, is reported as
+        such and is a success.
 
         Errors:
         FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
@@ -314,7 +315,8 @@ class CacheServiceServicer(object):
 
     def EndRetrieve(self, request, context):
         """EndRetrieve ends read leases and tells whether each was held all the time.
-        Bytes read under a lease that was not held MUST NOT be used.
+        Bytes read under a lease that was not held MUST NOT be used. Where the data
+        path proves that itself (docs/protocol.md), nobody needs to wait for the reply.
 
         Errors:
         FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.

@@ -130,8 +130,9 @@ class CacheServiceStub:
     """
     BeginStore: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.BeginStoreRequest, _cache_service_pb2.BeginStoreResponse]
     """BeginStore reserves slots for the objects of this client's rank. Nothing is
-    readable before CommitStore. An object that is there already, or that
-    somebody is writing, is reported as such and is a success.
+    readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+    An object that is there already, or that somebody is writing, is reported as
+    such and is a success.
 
     Errors:
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
@@ -169,7 +170,8 @@ class CacheServiceStub:
     """
     EndRetrieve: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.EndRetrieveRequest, _cache_service_pb2.EndRetrieveResponse]
     """EndRetrieve ends read leases and tells whether each was held all the time.
-    Bytes read under a lease that was not held MUST NOT be used.
+    Bytes read under a lease that was not held MUST NOT be used. Where the data
+    path proves that itself (docs/protocol.md), nobody needs to wait for the reply.
 
     Errors:
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
@@ -312,8 +314,9 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     BeginStore: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.BeginStoreRequest, _cache_service_pb2.BeginStoreResponse]  # type: ignore[assignment]
     """BeginStore reserves slots for the objects of this client's rank. Nothing is
-    readable before CommitStore. An object that is there already, or that
-    somebody is writing, is reported as such and is a success.
+    readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+    An object that is there already, or that somebody is writing, is reported as
+    such and is a success.
 
     Errors:
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
@@ -351,7 +354,8 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     EndRetrieve: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.EndRetrieveRequest, _cache_service_pb2.EndRetrieveResponse]  # type: ignore[assignment]
     """EndRetrieve ends read leases and tells whether each was held all the time.
-    Bytes read under a lease that was not held MUST NOT be used.
+    Bytes read under a lease that was not held MUST NOT be used. Where the data
+    path proves that itself (docs/protocol.md), nobody needs to wait for the reply.
 
     Errors:
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
@@ -539,8 +543,9 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.BeginStoreResponse, _abc.Awaitable[_cache_service_pb2.BeginStoreResponse]]:
         """BeginStore reserves slots for the objects of this client's rank. Nothing is
-        readable before CommitStore. An object that is there already, or that
-        somebody is writing, is reported as such and is a success.
+        readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+        An object that is there already, or that somebody is writing, is reported as
+        such and is a success.
 
         Errors:
           FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
@@ -602,7 +607,8 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.EndRetrieveResponse, _abc.Awaitable[_cache_service_pb2.EndRetrieveResponse]]:
         """EndRetrieve ends read leases and tells whether each was held all the time.
-        Bytes read under a lease that was not held MUST NOT be used.
+        Bytes read under a lease that was not held MUST NOT be used. Where the data
+        path proves that itself (docs/protocol.md), nobody needs to wait for the reply.
 
         Errors:
           FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
