@@ -129,3 +129,23 @@ def test_metrics_of_a_running_server(server, prompts, stored):
     assert asked == hit + float(samples["kvwire_lookup_missed_tokens_total"]) > 0
     with urllib.request.urlopen(f"http://{server[1]}/healthz", timeout=5) as answer:
         assert answer.read() == b"ok\n"
+
+
+def test_clear_says_what_to_name(server, capsys):
+    assert run(server, "clear") == app.USAGE
+    assert run(server, "clear", "--model", "m", "--all") == app.USAGE
+    assert "--all" in capsys.readouterr().err
+
+
+def test_clear_drops_one_model_and_tells_what_is_in_use(server, prompts, capsys):
+    prompts.stored(LENGTH)
+    (model,) = {each["namespace"]["model"] for each in as_json(server, capsys, "status")["namespaces"]}
+    chunks = as_json(server, capsys, "status")["memory"]["chunks"]
+    assert as_json(server, capsys, "clear", "--model", "another", "--layout-fingerprint", "00") == {
+        "cleared_chunks": 0,
+        "kept_chunks": 0,
+    }
+    assert as_json(server, capsys, "clear", "--model", model)["cleared_chunks"] == chunks > 0
+    assert as_json(server, capsys, "status")["memory"]["chunks"] == 0
+    prompts.stored(LENGTH)
+    assert as_json(server, capsys, "clear", "--all")["cleared_chunks"] == LENGTH // 256

@@ -209,7 +209,7 @@ class Scenarios:
         return of_item(result.error)
 
     def not_served(self):
-        return call_error(self.fresh.admin.Clear, admin.ClearRequest())
+        return call_error(self.fresh.admin.Pin, admin.PinRequest())
 
 
 def break_binder(local):

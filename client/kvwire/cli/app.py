@@ -47,6 +47,11 @@ COMMANDS: Final = (
     ),
     ("ping", "kvwire.cli.commands.ping:command", "Is a server there, and how fast does it answer?"),
     ("lookup", "kvwire.cli.commands.lookup:command", "How much of a prompt has a server cached?"),
+    (
+        "clear",
+        "kvwire.cli.commands.clear:command",
+        "Drop what a server has cached: of one model, or everything.",
+    ),
     ("config", "kvwire.cli.commands.config:command", "Which settings hold, and where each comes from."),
     (
         "bench",

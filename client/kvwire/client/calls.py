@@ -10,6 +10,7 @@ from kvwire.client.deadlines import READS
 from kvwire.client.status import item_error
 from kvwire.errors import ChunkSizeIncompatible, Internal, InvalidArgument
 from kvwire.keys import pack_tokens
+from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import cache_service_pb2 as pb
 from kvwire.v1 import namespace_pb2, transfer_pb2
 
@@ -288,6 +289,13 @@ def end_sessions(registration_id: int, session_ids: Sequence[str]) -> Call[int]:
 def admin(method: str, request: Message, _reply: type[R]) -> Call[R]:
     """A call of the operators' service; its reply is the message of the contract."""
     return Call(method, request, lambda reply, _sent: reply, method in READS, "AdminService")
+
+
+def clear(namespace: Namespace | None) -> Call[admin_pb.ClearResponse]:
+    request = admin_pb.ClearRequest()
+    if namespace is not None:
+        request.namespace.CopyFrom(namespace_message(namespace))
+    return admin("Clear", request, admin_pb.ClearResponse)
 
 
 def attach_event(reply: pb.AttachResponse) -> types.AttachEvent:

@@ -277,9 +277,11 @@ class Client:
             if not token:
                 return
 
-    def clear(self, *, timeout: float | None = None) -> admin_pb.ClearResponse:
-        """Drop everything that is neither leased nor pinned."""
-        return self._send(calls.admin("Clear", admin_pb.ClearRequest(), admin_pb.ClearResponse), timeout)
+    def clear(
+        self, namespace: Namespace | None = None, *, timeout: float | None = None
+    ) -> admin_pb.ClearResponse:
+        """Drop everything that is neither leased nor pinned, of one model if its namespace is given."""
+        return self._send(calls.clear(namespace), timeout)
 
     def abort_quietly(self, registration_id: int, lease_ids: Sequence[int]) -> None:
         """Give up write leases without waiting for the answer: the server's own deadline is behind it."""

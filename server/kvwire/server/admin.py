@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from google.protobuf.timestamp_pb2 import Timestamp
@@ -11,7 +12,7 @@ from kvwire.server import convert
 from kvwire.server.unserved import not_served
 from kvwire.server.version import server_version
 from kvwire.v1 import admin_service_pb2 as admin
-from kvwire.v1 import admin_service_pb2_grpc, layout_pb2, namespace_pb2
+from kvwire.v1 import admin_service_pb2_grpc, event_pb2, layout_pb2, namespace_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -22,9 +23,12 @@ if TYPE_CHECKING:
     from kvwire.server.messages import LeaseKind
     from kvwire.server.status import EngineCounters, EngineStatus, L1Status, RegistrationStatus
 
+log = logging.getLogger("kvwire.server")
+
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
 MAX_PAGE_TOKEN: Final = 20
+MEMORY_TIERS: Final = (event_pb2.STORAGE_TIER_UNSPECIFIED, event_pb2.STORAGE_TIER_L1)
 
 
 class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
@@ -88,8 +92,16 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             next_page_token=str(listed[size - 1].generation) if more else "",
         )
 
+    async def Clear(self, request: admin.ClearRequest, context: Any) -> admin.ClearResponse:
+        namespace = convert.namespace(request.namespace) if request.HasField("namespace") else None
+        core = self._core
+        core.absorb()
+        # What is asked of a tier that this server does not have is done.
+        cleared, kept = core.engine.clear(namespace) if request.tier in MEMORY_TIERS else (0, 0)
+        log.info("cleared %d chunks, kept %d", cleared, kept)
+        return admin.ClearResponse(header=core.header, cleared_chunks=cleared, kept_chunks=kept)
+
     ListObjects: Any = not_served("ListObjects")
-    Clear: Any = not_served("Clear")
     Pin: Any = not_served("Pin")
     Unpin: Any = not_served("Unpin")
     SetQuota: Any = not_served("SetQuota")

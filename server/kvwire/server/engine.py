@@ -318,10 +318,12 @@ class CacheEngine:
 
     def clear(self, namespace: Namespace | None = None) -> tuple[int, int]:
         """Drop what no lease holds, of one model if given. Returns (chunks dropped, chunks kept)."""
-        base_root = None
-        if namespace is not None:
-            base_root = identify(base_of(namespace), self._state.require_chunk_size()).root
-        return self.store.clear(base_root)
+        if namespace is None:
+            return self.store.clear()
+        chunk_size = self._state.chunk_size
+        if not chunk_size:
+            return 0, 0
+        return self.store.clear(identify(base_of(namespace), chunk_size).root)
 
     def expire(self, now: float) -> Expired:
         """End what has run out: leases, idle sessions, silent registrations."""

@@ -39,7 +39,7 @@ def test_help_of_a_command_has_an_example(command, capfd):
     ("argv", "told"),
     [
         (("pinng",), "no command 'pinng'. Did you mean 'ping'?"),
-        (("frobnicate",), "The commands are bench, config"),
+        (("frobnicate",), "The commands are bench, clear"),
         (("config", "shw"), "Did you mean 'show'?"),
         (("ping", "--cuont", "3"), "Did you mean --count?"),
         (("ping", "--count", "many"), 'unable to convert "many" into int'),

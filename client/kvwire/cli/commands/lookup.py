@@ -67,7 +67,7 @@ def lookup(
         "model": model,
         "revision": revision,
         "kv_dtype": kv_dtype,
-        "layout_fingerprint": _fingerprint(layout_fingerprint),
+        "layout_fingerprint": fingerprint(layout_fingerprint),
         "adapter": adapter,
         "adapter_revision": adapter_revision,
         "salt": _salt(salt_file),
@@ -141,7 +141,7 @@ def _show(
     )
 
 
-def _fingerprint(text: str) -> bytes:
+def fingerprint(text: str) -> bytes:
     try:
         return bytes.fromhex(text)
     except ValueError as error:
