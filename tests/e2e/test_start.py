@@ -41,16 +41,9 @@ def test_vllm_loads_the_entry_point():
     subprocess.run([sys.executable, "-c", code], check=True, timeout=30)
 
 
-@pytest.mark.parametrize(
-    ("model", "options", "text"),
-    [
-        ("qwen3_next", {"dtype": "bfloat16", "enable_prefix_caching": True}, "recurrent state"),
-        ("deepseek", {"block_size": None}, "latent attention"),
-    ],
-)
-def test_models_that_cannot_be_cached(model, options, text, server):
-    with pytest.raises(LayoutUnsupported, match=text):
-        refused(model, transfer_config(server.address), **options)
+def test_latent_attention_on_this_cpu_is_refused(server):
+    with pytest.raises(LayoutUnsupported, match="latent attention"):
+        refused("deepseek", transfer_config(server.address), block_size=None)
 
 
 @pytest.mark.usefixtures("engine_environment")
@@ -91,3 +84,14 @@ def test_an_engine_leaves_nothing_behind(server):
     ]
     assert not left
     assert not server.status().registrations
+
+
+def test_another_vllm_is_told_so_in_one_line(server, monkeypatch, caplog):
+    import vllm
+
+    monkeypatch.setattr(vllm, "__version__", "0.99.1")
+    tokens = prompt(200)
+    with caplog.at_level("WARNING", "kvwire"), engine("llama", server) as running:
+        assert [running.run(tokens)[0].cached for _ in range(2)] == [0, 192]
+    said = [record.getMessage() for record in caplog.records if "tried with" in record.getMessage()]
+    assert said == ["kvwire: the connector was tried with vLLM 0.32 and not with this one, 0.99.1"]

@@ -6,17 +6,22 @@ import logging
 from functools import wraps
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorTransferResults,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
-
+from kvwire.vllm import versions
 from kvwire.vllm.assembly import make_scheduler, make_worker
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
+
+try:
+    import vllm
+    from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+        KVConnectorBase_V1,
+        KVConnectorMetadata,
+        KVConnectorRole,
+        KVConnectorTransferResults,
+        KVConnectorWorkerMetadata,
+        SupportsHMA,
+    )
+except ImportError as error:
+    raise versions.unusable(error) from error
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -70,6 +75,9 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         self._worker: WorkerParts | None = None
         if role is KVConnectorRole.SCHEDULER:
             self._scheduler = make_scheduler(vllm_config, kv_cache_config)
+            untried = versions.warning(str(vllm.__version__))
+            if untried:
+                logger.warning("kvwire: %s", untried)
         else:
             self._worker = make_worker(vllm_config, kv_cache_config)
 
