@@ -8,9 +8,9 @@ from enum import Enum
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvwire.client import forks
+from kvwire.client.agreement import ChunkSizeAgreement
 from kvwire.client.health import HEARTBEAT_S, HealthLoop, loops
 from kvwire.errors import (
-    ChunkSizeIncompatible,
     DeadlineExceeded,
     Draining,
     KvwireError,
@@ -65,11 +65,13 @@ class Link:
         registrar: Registrar,
         *,
         interval: float = HEARTBEAT_S,
-        chunk_size: int = 0,
+        agreement: ChunkSizeAgreement | None = None,
     ) -> None:
+        """`agreement`: what the links of one engine share, which all work with one chunk size."""
         self.client = client
-        self.chunk_size = chunk_size
+        self.chunk_size = 0
         self.registration_id = 0
+        self._agreement = agreement or ChunkSizeAgreement()
         self._interval = interval
         self._retry_s = _FIRST_RETRY_S
         self._told: set[str] = set()
@@ -169,6 +171,16 @@ class Link:
             return
         self._wake()
 
+    @property
+    def error(self) -> KvwireError | None:
+        """What the last attempt to connect failed with."""
+        return self._error
+
+    def require_chunk_size(self, size: int) -> None:
+        """Work with this size, which another part of the engine knows: it may have met another server."""
+        if self._agreement.impose(size) and self.chunk_size:
+            self.renew(f"the engine works with chunks of {size} tokens", 0)
+
     def renew(self, reason: str, wait: float) -> None:
         """Have everything set up anew, although the server may be well. Waits for it as `start` does."""
         with self._lock:
@@ -235,8 +247,8 @@ class Link:
             return "the server was restarted"
         if pong.registration_known is False:
             return "the server does not know this client any more"
-        if pong.chunk_size != self.chunk_size:
-            return f"the server's chunk size is {pong.chunk_size}, not {self.chunk_size}"
+        if pong.chunk_size != self._agreement.size:
+            return f"the server's chunk size is {pong.chunk_size}, not {self._agreement.size}"
         with self._lock:
             if self._state is LinkState.SUSPECT and registration_id == self.registration_id:
                 self._state, self._reason = LinkState.HEALTHY, ""
@@ -264,14 +276,7 @@ class Link:
             if before is not None:
                 before.cancel()
             negotiated = self.client.negotiate(self._alignment)
-            if self.chunk_size and negotiated.chunk_size != self.chunk_size:
-                raise ChunkSizeIncompatible(
-                    f"The server's chunk size is {negotiated.chunk_size}, but this client works with "
-                    f"{self.chunk_size}: start the server with --chunk-size {self.chunk_size}, "
-                    "or restart the engine.",
-                    bound_size=negotiated.chunk_size,
-                    expected=self.chunk_size,
-                )
+            self._agreement.accept(negotiated.chunk_size, str(self.client.target))
             self.chunk_size = negotiated.chunk_size
             registration_id = self._registrar.register(self.client, negotiated.chunk_size)
             if registration_id:
@@ -287,6 +292,7 @@ class Link:
                 self._draining = False
                 self._state, self._reason = LinkState.HEALTHY, ""
                 self._retry_s = _FIRST_RETRY_S
+                self._error = None
                 self._told.clear()
         if was is LinkState.DEGRADED:
             logger.info("kvwire: the server at %s is used again", self.client.target)

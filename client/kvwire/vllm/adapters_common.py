@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from kvwire.client.client import Client
@@ -118,6 +118,18 @@ def adapter_options(
 
 def layout_for(layout: LayoutFor, chunk_size: int) -> KvLayout:
     return layout(chunk_size) if callable(layout) else layout
+
+
+def tenant_space(base: Namespace, adapter: str, adapter_revision: str, salt: str) -> Namespace:
+    """The namespace of one request."""
+    if not (adapter or adapter_revision or salt):
+        return base
+    return replace(
+        base,
+        adapter=adapter or base.adapter,
+        adapter_revision=adapter_revision or base.adapter_revision,
+        salt=salt or base.salt,
+    )
 
 
 def striding_block_hashes(block_hashes: Iterable[bytes], blocks_in_chunk: int) -> Iterable[bytes]:

@@ -15,12 +15,20 @@ from kvwire.client.link import START_S, Link
 from kvwire.client.types import Registration, ReleaseItem, Role
 from kvwire.errors import KvwireError
 from kvwire.keys import Namespace
-from kvwire.vllm.adapters_common import CLIENT_ID_BYTES, LayoutFor, adapter_options, hash_keys, layout_for
+from kvwire.vllm.adapters_common import (
+    CLIENT_ID_BYTES,
+    LayoutFor,
+    adapter_options,
+    hash_keys,
+    layout_for,
+    tenant_space,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
+    from kvwire.client.agreement import ChunkSizeAgreement
     from kvwire.client.channel import TlsConfig
     from kvwire.client.client import Client
     from kvwire.client.types import LookupResult
@@ -106,7 +114,9 @@ class SchedulerAdapter:
         token: str = "",
         deadlines: Mapping[str, float] | None = None,
         start_wait: float = START_S,
+        agreement: ChunkSizeAgreement | None = None,
     ) -> None:
+        """`agreement` is shared by the adapters of one engine's servers."""
         options = adapter_options(
             server_url,
             model_name,
@@ -126,7 +136,13 @@ class SchedulerAdapter:
         self._block_size = vllm_block_size
         self._client = options.client()
         registrar = _SchedulerRegistrar(layout, options.namespace, options.engine_id, options.client_name)
-        self._link = Link(self._client, options.alignment, registrar, interval=options.heartbeat_interval)
+        self._link = Link(
+            self._client,
+            options.alignment,
+            registrar,
+            interval=options.heartbeat_interval,
+            agreement=agreement,
+        )
         self._forget()
         forks.watch(self)
         self._link.start(start_wait)
@@ -139,6 +155,14 @@ class SchedulerAdapter:
         self._answered = threading.Condition()
         self._lookups: dict[str, _Lookup] = {}
         self._leases: dict[str, tuple[int, int]] = {}
+
+    @property
+    def address(self) -> str:
+        return str(self._client.target)
+
+    @property
+    def link(self) -> Link:
+        return self._link
 
     @property
     def is_healthy(self) -> bool:
@@ -164,24 +188,26 @@ class SchedulerAdapter:
         block_hashes: Sequence[bytes] | None = None,
         *,
         tokens: Tokens | None = None,
+        chunk_hashes: Sequence[bytes] | None = None,
         adapter: str = "",
         adapter_revision: str = "",
         salt: str = "",
         extra_inputs: Iterable[ExtraInput] = (),
     ) -> None:
-        """Ask once for a request's prefix, by the engine's chained block hashes or by tokens."""
+        """Ask once for a request's prefix, by tokens, or by the engine's chained hashes of blocks or chunks."""
         if request_id in self._lookups:
             return
         lookup = _Lookup(self._link.registration_id, time.monotonic())
         self._lookups[request_id] = lookup
         try:
             self._link.ensure(wait=0)
-            space = self._space(adapter, adapter_revision, salt)
+            space = tenant_space(self._namespace, adapter, adapter_revision, salt)
             keys = None
             if tokens is None:
-                keys = hash_keys(
-                    space, self._link.chunk_size, block_hashes or (), self.num_blocks_per_chunk()
-                )
+                hashes, stride = chunk_hashes, 1
+                if hashes is None:
+                    hashes, stride = block_hashes or (), self.num_blocks_per_chunk()
+                keys = hash_keys(space, self._link.chunk_size, hashes, stride)
             future = self._client.lookup_future(
                 space,
                 tokens,
@@ -253,20 +279,6 @@ class SchedulerAdapter:
         with self._answered:
             self._answered.notify_all()
 
-    def _space(self, adapter: str, adapter_revision: str, salt: str) -> Namespace:
-        base = self._namespace
-        if not (adapter or adapter_revision or salt):
-            return base
-        return Namespace(
-            base.model,
-            base.revision,
-            base.kv_dtype,
-            base.layout_fingerprint,
-            adapter or base.adapter,
-            adapter_revision or base.adapter_revision,
-            salt or base.salt,
-        )
-
     def _finish(self, request_id: str, lookup: _Lookup, done: Future[LookupResult]) -> None:
         """Runs on gRPC's thread."""
         error = None if done.cancelled() else done.exception()
@@ -275,7 +287,8 @@ class SchedulerAdapter:
         else:
             result = done.result()
             lookup.lease_id, lookup.expires_at = result.lease_id, result.expires_at
-            if self._lookups.get(request_id) is lookup and result.lease_id:
+            if self._lookups.get(request_id) is lookup:
+                # The lease of an earlier lookup of this session has ended with it.
                 self._leases[request_id] = (lookup.registration_id, result.lease_id)
             if lookup.tokens is None:
                 lookup.tokens = result.hit_tokens
