@@ -9,6 +9,7 @@ from typing import Any
 from kvwire.client.layout import GroupKind
 from kvwire.keys import Namespace
 from kvwire.vllm.layout import CacheGroup, EngineLayout
+from kvwire.vllm.params import RequestParams
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
 
@@ -75,6 +76,8 @@ class FakeLookups:
 
     chunk_size: int | None = CHUNK
     is_healthy: bool = True
+    degraded_reason: str = ""
+    kept: int | None = 0
     hits: dict[str, int] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)
     asked: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -101,6 +104,10 @@ class FakeLookups:
     def end_session(self, request_id):
         self.calls.append(("end", request_id))
 
+    def clear(self, timeout):
+        self.calls.append(("clear", timeout))
+        return self.kept
+
     def wait_for_lookups(self, timeout):
         self.calls.append(("wait", timeout))
         return False
@@ -109,9 +116,10 @@ class FakeLookups:
 NAMESPACE = Namespace("model", layout_fingerprint=b"x")
 
 
-def scheduler_side(lookups, *groups, world_size=1, **options):
+def scheduler_side(lookups, *groups, world_size=1, save_decode=False, **options):
     engine = layout(*groups, world_size=world_size)
-    return SchedulerSide(engine, lookups, TrackerFactory(NAMESPACE), **options)
+    track = TrackerFactory(NAMESPACE, RequestParams(save_decode=save_decode))
+    return SchedulerSide(engine, lookups, track, **options)
 
 
 def step_output(scheduled=(), *, new=(), cached=(), tables=None):

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _MISS: Final = 0
+_CLEAR_PAUSE: Final = 0.05
 
 
 @dataclass(slots=True)
@@ -272,6 +273,25 @@ class SchedulerAdapter:
             if lookup.future is None or not lookup.future.done():
                 return
         self._end_quietly(request_id)
+
+    def clear(self, timeout: float) -> int | None:
+        """Drop what the server has of this model, for all engines, waiting `timeout` seconds at most.
+
+        Returns how many chunks somebody uses: those stay. None: it was not done, and the log says why.
+        """
+        deadline = time.monotonic() + timeout
+        kept: int | None = None
+        # A lease that was given back a moment ago may be on its way yet.
+        while (left := deadline - time.monotonic()) > 0:
+            try:
+                kept = int(self._client.clear(self._namespace, timeout=left).kept_chunks)
+            except KvwireError as error:
+                logger.warning("kvwire: the server could not be emptied: %s", error)
+                return None
+            if not kept:
+                return 0
+            time.sleep(min(_CLEAR_PAUSE, left))
+        return kept
 
     def shutdown(self) -> None:
         """Leave the server. Idempotent, also before the first lookup."""

@@ -67,6 +67,10 @@ class Engine:
 class SchedulerParts:
     adapter: SchedulerAdapter
     side: SchedulerSide
+    reset_wait: float
+
+    def reset(self) -> bool:
+        return self.side.reset(self.reset_wait)
 
     def shutdown(self) -> None:
         self.adapter.shutdown()
@@ -119,10 +123,10 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     side = SchedulerSide(
         engine.layout,
         adapter,
-        TrackerFactory(engine.namespace),
+        TrackerFactory(engine.namespace, engine.config.request_defaults),
         loads=engine.kv_role.is_kv_consumer,
         stores=engine.kv_role.is_kv_producer,
-        save_decode=engine.config.save_decode,
+        early_lookups=engine.config.early_lookups,
     )
     logger.info(
         "kvwire: %s, chunk size %s tokens, %d KV groups%s",
@@ -131,7 +135,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         len(engine.layout.groups),
         "" if adapter.is_healthy else f"; not used yet: {adapter.degraded_reason}",
     )
-    return SchedulerParts(adapter, side)
+    return SchedulerParts(adapter, side, engine.config.reset_wait)
 
 
 def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from kvwire.errors import ConfigError
+from kvwire.vllm.params import RequestParams
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -37,6 +38,13 @@ class ConnectorConfig:
     copy_threads: int = setting("Threads that copy blocks in each worker. 0: chosen by the data path.", 0)
     heartbeat_interval: float = setting("Seconds between two heartbeats.", 10.0)
     save_decode: bool = setting("Also store chunks that the model generated.", False)
+    request_stats: bool = setting(
+        "Put each request's statistics into its response, as if it had asked for them.", False
+    )
+    early_lookups: int = setting(
+        "Requests that are looked up while they wait; the others are when their turn comes. 0: none.", 64
+    )
+    reset_wait: float = setting("Longest wait for the server when the engine's cache is reset.", 2.0)
     store_wait: float = setting(
         "Longest wait for a store whose blocks the engine needs; then the store is given up.", 5.0
     )
@@ -55,6 +63,8 @@ class ConnectorConfig:
         _check(self.data_path in DATA_PATHS, "data_path", f"is one of {', '.join(DATA_PATHS)}")
         _check(0 <= self.copy_threads <= 64, "copy_threads", "is a number from 0 to 64")
         _check(0.05 <= self.heartbeat_interval <= 3600, "heartbeat_interval", "is 0.05 to 3600 seconds")
+        _check(0 <= self.early_lookups <= 4096, "early_lookups", "is a number from 0 to 4096")
+        _check(0.1 <= self.reset_wait <= 60, "reset_wait", "is 0.1 to 60 seconds")
         _check(0 <= self.store_wait <= 600, "store_wait", "is 0 to 600 seconds")
         _check(0 <= self.shutdown_wait <= 600, "shutdown_wait", "is 0 to 600 seconds")
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and kvwire.tls_cert belong together")
@@ -62,6 +72,11 @@ class ConnectorConfig:
     @property
     def uses_tls(self) -> bool:
         return self.tls or bool(self.tls_ca or self.tls_cert)
+
+    @property
+    def request_defaults(self) -> RequestParams:
+        """What holds for a request that says nothing itself."""
+        return RequestParams(save_decode=self.save_decode, stats=self.request_stats)
 
     def token(self) -> str:
         """The bearer token, or an empty string. Raises ConfigError when the file cannot be read."""

@@ -90,6 +90,10 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     # The scheduler's side
 
+    @contained(_nothing)
+    def on_new_request(self, request: Any) -> None:
+        self._of_scheduler.side.arrived(request)
+
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._matched(request, num_computed_tokens)
         return tokens, bool(tokens)
@@ -116,16 +120,21 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self._finished(request), None
+        answer = self._answer(request)
+        return self._finished(request), answer
+
+    @contained(_nothing)
+    def _answer(self, request: Any) -> dict[str, Any] | None:
+        return self._of_scheduler.side.answer(request)
 
     @contained(lambda: False)
     def _finished(self, request: Any) -> bool:
         return self._of_scheduler.side.finished(request)
 
+    @contained(lambda: False)
     def reset_cache(self) -> bool | None:
-        """The server is shared, so an engine cannot empty it: vLLM is told that nothing was reset."""
-        logger.warning("kvwire: the cache server is not reset; `kvwire` has commands of its own for that")
-        return False
+        """Empties the server of this engine's model, also for other engines. False: not all of it is gone."""
+        return self._of_scheduler.reset()
 
     # The workers' side
 

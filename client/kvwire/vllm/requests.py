@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvwire import telemetry
 from kvwire.errors import KvwireError
 from kvwire.vllm.identity import AdapterId, adapter_of, extra_inputs, session_id
+from kvwire.vllm.params import RequestParams, request_params
 from kvwire.vllm.tracker import RequestTracker
 
 if TYPE_CHECKING:
@@ -19,13 +20,16 @@ logger = logging.getLogger(__name__)
 
 _MAX_EXTRA_INPUTS: Final = 1024
 _MAX_ADAPTERS: Final = 1024
+_MAX_WARNINGS: Final = 100
 
 
 class TrackerFactory:
-    """Makes the trackers of one engine, whose namespace is given."""
+    """Makes the trackers of one engine, whose namespace is given. `defaults` hold where a request says nothing."""
 
-    def __init__(self, namespace: Namespace) -> None:
+    def __init__(self, namespace: Namespace, defaults: RequestParams | None = None) -> None:
         self._namespace = namespace
+        self._defaults = defaults or RequestParams()
+        self._warned: set[str] = set()
         self._adapters: dict[tuple[object, ...], AdapterId] = {}
 
     def __call__(self, request: Any) -> RequestTracker:
@@ -48,10 +52,22 @@ class TrackerFactory:
             session_id=session_id(request.request_id),
             namespace=namespace,
             extras=extras,
+            params=self._params(request),
             trace=_trace(request),
             cacheable=cacheable and _can_be_cached(request) and len(extras) <= _MAX_EXTRA_INPUTS,
             preemptions=request.num_preemptions,
         )
+
+    def _params(self, request: Any) -> RequestParams:
+        """A client that sends the same mistake with every request is told of it once."""
+        parsed = request_params(getattr(request, "kv_transfer_params", None), self._defaults)
+        new = [each for each in parsed.problems if each not in self._warned]
+        if new and len(self._warned) < _MAX_WARNINGS:
+            self._warned.update(new)
+            logger.warning(
+                "kvwire: kv_transfer_params of request %s, ignored: %s", request.request_id, "; ".join(new)
+            )
+        return parsed.params
 
     def _adapter(self, lora_request: Any) -> AdapterId:
         if lora_request is None:

@@ -9,7 +9,9 @@ from kvwire import telemetry
 from kvwire.vllm.blocks import given_out
 from kvwire.vllm.layout import ChunkCut
 from kvwire.vllm.metadata import Job, Prompt, StepMetadata
+from kvwire.vllm.params import answer
 from kvwire.vllm.plan import BlockPlan, PlanError, external_tokens, load_plan, store_plan, tokens_to_ask
+from kvwire.vllm.tally import Tally
 from kvwire.vllm.tracker import RequestTracker, Stage
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ class Lookups(Protocol):
     @property
     def is_healthy(self) -> bool: ...
     @property
+    def degraded_reason(self) -> str: ...
+    @property
     def chunk_size(self) -> int | None: ...
     def maybe_submit_lookup_request(
         self,
@@ -47,6 +51,7 @@ class Lookups(Protocol):
     def release_lookup(self, request_id: str, first_chunk: int = 0, chunk_count: int = 0) -> None: ...
     def end_session(self, request_id: str) -> None: ...
     def wait_for_lookups(self, timeout: float) -> bool: ...
+    def clear(self, timeout: float) -> int | None: ...
 
 
 class SchedulerSide:
@@ -60,17 +65,20 @@ class SchedulerSide:
         *,
         loads: bool = True,
         stores: bool = True,
-        save_decode: bool = False,
+        early_lookups: int = 64,
+        tally: Tally | None = None,
     ) -> None:
         self._layout = layout
         self._lookups = lookups
         self._track = track
         self._may_load = loads
         self._may_store = stores
-        self._save_decode = save_decode
+        self._early_lookups = early_lookups
+        self.tally = tally or Tally()
         self._cut: ChunkCut | None = None
         self._trackers: dict[str, RequestTracker] = {}
         self._unanswered: set[str] = set()
+        self._early: set[str] = set()
         self._new_loads: list[Job] = []
         self._held: set[str] = set()
         self._closing: dict[str, str] = {}
@@ -79,13 +87,24 @@ class SchedulerSide:
 
     # What the engine asks before it admits a request
 
+    def arrived(self, request: Any) -> None:
+        """A new request: its prompt is looked up while it waits, unless many are looked up already."""
+        tracker = self._tracker(request)
+        cut = self._chunks()
+        if cut is None or len(self._early) >= self._early_lookups or self._why_not(tracker, cut):
+            return
+        self._early.add(tracker.request_id)
+        self._ask(tracker, cut)
+
     def matched_tokens(self, request: Any, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` a load would bring. None: not known yet, ask again."""
         tracker = self._tracker(request)
         cut = self._chunks()
         if tracker.preemptions != request.num_preemptions:
             self._start_over(tracker)
-        if cut is None or not self._may_ask(tracker, cut):
+        reason = self._why_not(tracker, cut)
+        if cut is None or reason:
+            tracker.account.reason = tracker.account.reason or reason
             # What an earlier answer promised may be gone with the server.
             tracker.hit = 0
             self._unanswered.discard(tracker.request_id)
@@ -101,6 +120,9 @@ class SchedulerSide:
         self._unanswered.discard(tracker.request_id)
         tracker.hit = hit
         tracker.local = num_computed
+        if not tracker.account.admitted:
+            tracker.account.hit = hit
+            tracker.account.reason = "" if hit else "nothing found"
         tracker.promised = (
             external_tokens(cut, hit, request.num_tokens, num_computed) if self._may_load else 0
         )
@@ -118,6 +140,7 @@ class SchedulerSide:
         """Forget a request. True: its blocks are still being stored; the workers will say when no more."""
         tracker = self._trackers.pop(request.request_id, None)
         self._unanswered.discard(request.request_id)
+        self._early.discard(request.request_id)
         if tracker is None:
             return False
         # The engine frees a request that is loading itself, when the load ends, and must not be told twice.
@@ -127,6 +150,30 @@ class SchedulerSide:
             return True
         self._lookups.end_session(tracker.session_id)
         return False
+
+    def answer(self, request: Any) -> dict[str, Any] | None:
+        """What the response says of a request that ends, if the request has asked for it."""
+        tracker = self._trackers.get(request.request_id)
+        if tracker is None or not tracker.params.stats:
+            return None
+        return answer(tracker.account, int(request.num_prompt_tokens))
+
+    def reset(self, timeout: float) -> bool:
+        """Empty the server of this model. True: nothing of before is there, or will be there.
+
+        Waits `timeout` seconds at most. What requests hold now is stored no more, unless it is computed again.
+        """
+        for tracker in self._trackers.values():
+            if tracker.stage is Stage.ASKED:
+                self._lookups.release_lookup(tracker.session_id, tracker.released_chunks)
+                self._start_over(tracker)
+            tracker.outdated = tracker.stage is not Stage.NEW
+        kept = self._lookups.clear(timeout)
+        if kept or self._open_stores:
+            logger.warning(
+                "kvwire: reset: %d chunks are in use and %d stores under way", kept or 0, self._open_stores
+            )
+        return kept == 0 and not self._open_stores
 
     # What the engine says in every step
 
@@ -163,6 +210,7 @@ class SchedulerSide:
         for request_id in output.finished_recving or ():
             tracker = self._trackers.get(request_id)
             if tracker is not None:
+                self._loaded(tracker)
                 self._admit(tracker)
         for request_id in output.finished_sending or ():
             session = self._closing.pop(request_id, None)
@@ -192,19 +240,29 @@ class SchedulerSide:
             self._cut = ChunkCut.make(self._layout, self._lookups.chunk_size)
         return self._cut
 
-    def _may_ask(self, tracker: RequestTracker, cut: ChunkCut) -> bool:
+    def _why_not(self, tracker: RequestTracker, cut: ChunkCut | None) -> str:
+        """Why a request's prompt is not looked up; empty when it is."""
+        if cut is None or not self._lookups.is_healthy:
+            return f"degraded: {self._lookups.degraded_reason or 'the server is not used yet'}"
+        if self._unhealthy_ranks:
+            return f"degraded: the workers of the ranks {sorted(self._unhealthy_ranks)} lack their server"
         # The engine ignores a hit of a request that skips its cache; asking would only lease it.
-        return (
-            tracker.cacheable
-            and tracker.may_load
-            and not tracker.request.skip_reading_prefix_cache
-            and self._lookups.is_healthy
-            and not self._unhealthy_ranks
-            and tokens_to_ask(cut, tracker.request.num_tokens) > 0
+        unless = (
+            (tracker.cacheable, "this request cannot be cached"),
+            (tracker.may_load, "an earlier load failed"),
+            (tracker.params.load, "switched off by the request"),
+            (not tracker.request.skip_reading_prefix_cache, "the request skips the prefix cache"),
+            (self._askable_tokens(tracker, cut), "fewer tokens than a chunk"),
         )
+        return next((reason for good, reason in unless if not good), "")
+
+    def _askable_tokens(self, tracker: RequestTracker, cut: ChunkCut) -> int:
+        limit = tracker.params.max_hit_tokens // cut.chunk_size * cut.chunk_size
+        tokens = tokens_to_ask(cut, tracker.request.num_tokens)
+        return min(tokens, limit) if tracker.params.max_hit_tokens else tokens
 
     def _ask(self, tracker: RequestTracker, cut: ChunkCut) -> None:
-        tracker.asked = tokens_to_ask(cut, tracker.request.num_tokens)
+        tracker.asked = self._askable_tokens(tracker, cut)
         tracker.stage = Stage.ASKED
         with telemetry.attached(telemetry.context_from_headers(tracker.trace)):
             self._lookups.maybe_submit_lookup_request(
@@ -222,6 +280,8 @@ class SchedulerSide:
         tracker.start_over()
 
     def _admit(self, tracker: RequestTracker) -> None:
+        self._early.discard(tracker.request_id)
+        self._count(tracker)
         if tracker.stage in {Stage.ASKED, Stage.LOADING}:
             self._lookups.release_lookup(tracker.session_id, tracker.released_chunks)
         tracker.stage = Stage.ADMITTED
@@ -267,11 +327,27 @@ class SchedulerSide:
             if not tracker.loading_blocks.isdisjoint(blocks)
         }
 
+    def _count(self, tracker: RequestTracker) -> None:
+        account = tracker.account
+        if not account.admitted:
+            account.admitted, account.local = True, tracker.local
+        if tracker.stage in {Stage.ASKED, Stage.LOADING}:
+            self.tally.add("lookups")
+            self.tally.add("lookup_asked_tokens", tracker.asked)
+            self.tally.add("lookup_hit_tokens", tracker.hit)
+
+    def _loaded(self, tracker: RequestTracker) -> None:
+        if tracker.stage is Stage.LOADING and tracker.may_load:
+            self.tally.add("loaded_tokens", tracker.promised)
+            if not tracker.account.admitted:
+                tracker.account.loaded = tracker.promised
+
     def _load_failed(self, request_id: str) -> None:
         tracker = self._trackers.get(request_id)
         if tracker is not None:
             # A load that fails is not tried again, and what the server had cannot be relied on.
             tracker.may_load = False
+            tracker.account.reason = "the load failed"
             tracker.next_chunk = 0
 
     # Stores
@@ -283,7 +359,7 @@ class SchedulerSide:
         stores: list[Job] = []
         for request_id, num_new in scheduler_output.num_scheduled_tokens.items():
             tracker = self._trackers.get(request_id)
-            if tracker is None or not tracker.cacheable:
+            if tracker is None or not tracker.may_store:
                 continue
             try:
                 chunks = range(tracker.next_chunk, self._storable_tokens(tracker, num_new) // cut.chunk_size)
@@ -300,7 +376,7 @@ class SchedulerSide:
         """How many tokens have their KV in place after this step, as far as they are to be stored."""
         request = tracker.request
         prompt = min(int(request.num_prompt_tokens), int(request.num_computed_tokens) + num_new)
-        if not self._save_decode:
+        if not tracker.params.save_decode:
             return prompt
         # Tokens of steps in flight may be taken back, and their ids may not be known yet.
         settled = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
@@ -316,6 +392,9 @@ class SchedulerSide:
         if plan.chunks.stop * cut.chunk_size > tracker.asked:
             keys = tracker.keys(plan.chunks, cut.chunk_size)
             prompt = Prompt(tracker.session_id, tracker.namespace, keys)
+        num_tokens = len(plan.chunks) * cut.chunk_size
+        tracker.account.stored += num_tokens
+        self.tally.add("stored_tokens", num_tokens)
         tracker.open_stores += self._layout.world_size
         self._open_stores += self._layout.world_size
         return [Job(tracker.request_id, prompt, plan, trace=tracker.trace)]
