@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvwire import telemetry
@@ -15,6 +16,7 @@ from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
+from kvwire.vllm.servers import Share, SpreadSchedulerAdapter, spread
 from kvwire.vllm.views import group_views
 from kvwire.vllm.worker import WorkerSide
 
@@ -37,6 +39,7 @@ class Engine:
     namespace: Namespace
     engine_id: str
     kv_role: Any
+    shares: tuple[Share, ...]
 
     @classmethod
     def read(cls, vllm_config: Any, kv_cache_config: Any) -> Engine:
@@ -46,15 +49,21 @@ class Engine:
         _trace_like_the_engine(config, vllm_config)
         layout = read_layout(vllm_config, kv_cache_config)
         namespace = engine_namespace(config, vllm_config, kv_cache_config, layout)
-        return cls(config, layout, namespace, str(transfer.engine_id), transfer)
+        shares = _shares(config.addresses, vllm_config.parallel_config, layout.world_size)
+        return cls(config, layout, namespace, str(transfer.engine_id), transfer, shares)
 
-    def adapter_options(self, part: str) -> dict[str, Any]:
+    def share_of(self, rank: int) -> Share:
+        return next(share for share in self.shares if rank in share.ranks)
+
+    def adapter_options(self, part: str, share: Share | None = None) -> dict[str, Any]:
+        """For an adapter of the whole engine, or of one server's share."""
         config = self.config
         tls = TlsConfig(config.tls_ca, config.tls_cert, config.tls_key, config.tls_server_name)
+        layout = self.layout.kv_layout
         return {
-            "layout": self.layout.kv_layout,
+            "layout": share.layout(layout) if share else layout,
             "alignment": self.layout.alignment,
-            "namespace": self.namespace,
+            "namespace": share.namespace(self.namespace) if share else self.namespace,
             "engine_id": self.engine_id,
             "client_name": f"vllm {part}",
             "heartbeat_interval": config.heartbeat_interval,
@@ -65,7 +74,7 @@ class Engine:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerParts:
-    adapter: SchedulerAdapter
+    adapter: SchedulerAdapter | SpreadSchedulerAdapter
     side: SchedulerSide
     reset_wait: float
 
@@ -111,15 +120,7 @@ class WorkerParts:
 def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
-    adapter = SchedulerAdapter(
-        engine.config.address,
-        None,
-        engine.namespace.model,
-        engine.layout.world_size,
-        0,
-        engine.layout.alignment,
-        **engine.adapter_options("scheduler"),
-    )
+    adapter = _scheduler_adapter(engine)
     side = SchedulerSide(
         engine.layout,
         adapter,
@@ -130,7 +131,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     )
     logger.info(
         "kvwire: %s, chunk size %s tokens, %d KV groups%s",
-        engine.config.address,
+        adapter.address,
         adapter.chunk_size or "not known yet",
         len(engine.layout.groups),
         "" if adapter.is_healthy else f"; not used yet: {adapter.degraded_reason}",
@@ -138,24 +139,35 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     return SchedulerParts(adapter, side, engine.config.reset_wait)
 
 
+def _scheduler_adapter(engine: Engine) -> SchedulerAdapter | SpreadSchedulerAdapter:
+    model, block_size = engine.namespace.model, engine.layout.alignment
+    options = engine.adapter_options("scheduler")
+    if len(engine.shares) > 1:
+        return SpreadSchedulerAdapter(engine.shares, model, block_size, **options)
+    return SchedulerAdapter(
+        engine.shares[0].address, None, model, engine.layout.world_size, 0, block_size, **options
+    )
+
+
 def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
     _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
+    share = engine.share_of(rank)
     adapter = WorkerAdapter(
-        engine.config.address,
+        share.address,
         None,
         engine.namespace.model,
-        engine.layout.world_size,
-        rank,
+        len(share.ranks),
+        share.local_rank(rank),
         engine.layout.alignment,
         data_path=engine.config.data_path,
         copy_threads=engine.config.copy_threads,
-        **engine.adapter_options(f"worker {rank}"),
+        **engine.adapter_options(f"worker {rank}", share),
     )
     side = WorkerSide(
         adapter,
-        to_op,
+        partial(to_op, share=share),
         rank=rank,
         single_group=engine.layout.num_engine_groups == 1,
         store_wait=engine.config.store_wait,
@@ -163,16 +175,33 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
     return WorkerParts(adapter, side, engine.layout, engine.config.shutdown_wait)
 
 
-def to_op(job: Job) -> LoadStoreOp:
-    chunks = job.plan.chunks
-    return LoadStoreOp(
+def to_op(job: Job, share: Share) -> LoadStoreOp:
+    chunks, prompt = job.plan.chunks, job.prompt
+    op = LoadStoreOp(
         groups=job.plan.groups,
         first_chunk=chunks.start,
         chunk_count=len(chunks),
-        session_id=job.prompt.session_id,
-        keys=job.prompt.keys,
-        namespace=job.prompt.namespace,
+        session_id=prompt.session_id,
+        keys=prompt.keys,
+        namespace=prompt.namespace,
     )
+    if share.is_whole or prompt.namespace is None:
+        return op
+    # The share's keys are made from the engine's, as the scheduler makes them for its lookups.
+    return replace(op, keys=(), block_hashes=prompt.keys, namespace=share.namespace(prompt.namespace))
+
+
+def _shares(addresses: tuple[str, ...], parallel: Any, world_size: int) -> tuple[Share, ...]:
+    shares = spread(
+        addresses,
+        world_size,
+        ranks_together=parallel.decode_context_parallel_size,
+        engine_index=getattr(parallel, "data_parallel_index", 0),
+    )
+    unused = set(addresses) - {share.address for share in shares}
+    if unused and parallel.data_parallel_size == 1:
+        logger.warning("kvwire: there is no rank for the servers at %s", ", ".join(sorted(unused)))
+    return shares
 
 
 def _trace_like_the_engine(config: ConnectorConfig, vllm_config: Any) -> None:

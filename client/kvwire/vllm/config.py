@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
+from kvwire.client.channel import parse_target
 from kvwire.errors import ConfigError
 from kvwire.vllm.params import RequestParams
 
@@ -31,7 +32,9 @@ class ConnectorConfig:
     """Each field `name` is the key `kvwire.name`. Times are seconds."""
 
     address: str = setting(
-        f"The server: unix:PATH or HOST:PORT. Default: {ADDRESS_ENV}, else {DEFAULT_ADDRESS}.", ""
+        "The server: unix:PATH or HOST:PORT. Several (a list, or commas between them) share the ranks of the "
+        f"engine. Default: {ADDRESS_ENV}, else {DEFAULT_ADDRESS}.",
+        "",
     )
     model: str = setting("Name of the model in keys. Default: the engine's own --model.", "")
     data_path: str = setting(f"How bytes move, one of {', '.join(DATA_PATHS)}.", "auto")
@@ -70,6 +73,12 @@ class ConnectorConfig:
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and kvwire.tls_cert belong together")
 
     @property
+    def addresses(self) -> tuple[str, ...]:
+        """Each server's, as `parse_target` writes it. Raises ConfigError."""
+        texts = [text.strip() for text in self.address.split(",")]
+        return tuple(str(parse_target(text)) for text in texts if text)
+
+    @property
     def uses_tls(self) -> bool:
         return self.tls or bool(self.tls_ca or self.tls_cert)
 
@@ -103,10 +112,17 @@ def connector_config(extra: Mapping[str, Any]) -> ConnectorConfig:
             name = key.removeprefix(PREFIX)
             if name not in known:
                 raise _unknown(key, known)
-            values[name] = _typed(key, value, type(known[name]))
+            values[name] = _typed(key, _joined(value) if name == "address" else value, type(known[name]))
     if not values.get("address"):
         values["address"] = os.environ.get(ADDRESS_ENV) or DEFAULT_ADDRESS
     return ConnectorConfig(**values)
+
+
+def _joined(address: Any) -> Any:
+    """A list of addresses as one text; anything else as it is."""
+    if isinstance(address, list | tuple) and all(isinstance(each, str) for each in address):
+        return ",".join(address)
+    return address
 
 
 def _typed(key: str, value: Any, wanted: type) -> Any:
