@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 PREFIX: Final = "kvwire."
 ANSWER: Final = "kvwire"
-"""The key of the statistics in a response. It has no prefix: a proxy may send them on with the next request."""
+"""The key of the statistics in a response. It lacks the prefix: proxies send them on with a next request."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,7 +31,7 @@ class RequestParams:
     max_hit_tokens: int = field(
         default=0,
         metadata={
-            "help": "Load no more than that many tokens of the prompt, in whole chunks. 0: as many as there are."
+            "help": "Load no more tokens of the prompt than that, in whole chunks. 0: all that are there."
         },
     )
     stats: bool = field(default=False, metadata={"help": "Put this request's statistics into its response."})
@@ -39,14 +39,14 @@ class RequestParams:
 
 @dataclass(frozen=True, slots=True)
 class Parsed:
-    """`problems` names each key that was ignored, and says why. Values are not quoted: a tenant chose them."""
+    """`problems` names each key that was ignored and says why. A value is not quoted: a tenant chose it."""
 
     params: RequestParams
     problems: tuple[str, ...] = ()
 
 
 def request_params(given: Any, defaults: RequestParams) -> Parsed:
-    """The keys with the prefix; all others belong to somebody else. Never raises: what is wrong is ignored."""
+    """The keys with the prefix; others belong to somebody else. Never raises: what is wrong is ignored."""
     values = {each.name: getattr(defaults, each.name) for each in fields(RequestParams)}
     problems: list[str] = []
     for key, value in _items(given):

@@ -24,7 +24,10 @@ _MAX_WARNINGS: Final = 100
 
 
 class TrackerFactory:
-    """Makes the trackers of one engine, whose namespace is given. `defaults` hold where a request says nothing."""
+    """Makes the trackers of one engine, whose namespace is given.
+
+    `defaults` hold where a request says nothing.
+    """
 
     def __init__(self, namespace: Namespace, defaults: RequestParams | None = None) -> None:
         self._namespace = namespace

@@ -161,7 +161,7 @@ class SchedulerSide:
     def reset(self, timeout: float) -> bool:
         """Empty the server of this model. True: nothing of before is there, or will be there.
 
-        Waits `timeout` seconds at most. What requests hold now is stored no more, unless it is computed again.
+        Waits `timeout` seconds at most. What requests hold now is not stored unless it is computed again.
         """
         for tracker in self._trackers.values():
             if tracker.stage is Stage.ASKED:

@@ -1,4 +1,4 @@
-"""Counts and durations of one process between two reports to the engine. Bounded, pure, and safe in threads."""
+"""Counts and durations of one process between two reports to the engine: bounded, and safe in threads."""
 
 from __future__ import annotations
 

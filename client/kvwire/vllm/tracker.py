@@ -87,6 +87,7 @@ class RequestTracker:
         self.released_chunks = self.next_chunk = 0
         self.loading_blocks = frozenset()
         self.offers = {}
+        self.outdated = False
 
     def offered(self, states: Iterable[tuple[int, int, int]], chunk_size: int) -> None:
         """Recurrent states that a step leaves behind: the engine's group, the block, the number of tokens."""
