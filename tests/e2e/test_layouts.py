@@ -25,11 +25,12 @@ def attention(kind="FullAttentionSpec", **fields):
     return getattr(kv_cache_interface, kind)(**{**SHAPE, "dtype": torch.bfloat16, **fields})
 
 
-def recurrent():
+def recurrent(mode="align", **fields):
     import torch
     from vllm.v1.kv_cache_interface import MambaSpec
 
-    return MambaSpec(block_size=BLOCK, shapes=((16,),), dtypes=(torch.float32,))
+    shape = {"block_size": BLOCK, "shapes": ((16,), (4, 4)), "dtypes": (torch.bfloat16, torch.float32)}
+    return MambaSpec(**{**shape, **fields}, mamba_cache_mode=mode)
 
 
 def several(**specs):
@@ -95,9 +96,26 @@ def test_windows():
         ),
     )
     assert [group.window_tokens for group in layout.groups] == [0, 35, 32]
-    assert [group.window_has_holes for group in layout.groups] == [False, False, True]
+    assert [group.is_local for group in layout.groups] == [False, False, True]
     assert layout.alignment == 32
     assert [group.blocks_per_object for group in layout.kv_layout(128).groups] == [8, 3, 1]
+
+
+def test_recurrent_state_without_its_padding():
+    """The engine pads a state to the page of an attention block; only the state itself moves."""
+    layout = read_layout(engine_config(), cache_config(recurrent(page_size_padded=4096), attention()))
+    state, _ = layout.groups
+    assert (state.kind, state.span_tokens, state.page_bytes) == (GroupKind.RECURRENT, BLOCK, (96, 96))
+    (state, _) = layout.kv_layout(64).groups
+    assert (state.blocks_per_object, state.window_tokens) == (1, 0)
+
+
+def test_bl28_only_attention_is_spread_by_decode_context_parallelism():
+    layout = read_layout(
+        engine_config(decode_context_parallel_size=2), cache_config(attention(), recurrent())
+    )
+    assert [group.span_tokens for group in layout.groups] == [2 * BLOCK, BLOCK]
+    assert layout.alignment == 2 * BLOCK
 
 
 def test_decode_context_parallelism_makes_blocks_longer():
@@ -130,7 +148,7 @@ def test_blocks_first():
 @pytest.mark.parametrize(
     ("specs", "config", "text"),
     [
-        (lambda: [recurrent(), attention()], {}, "recurrent state"),
+        (lambda: [recurrent("none"), attention()], {}, "--enable-prefix-caching"),
         (lambda: [attention(non_causal=True)], {}, "more than the tokens before it"),
         (lambda: [attention("RSWASpec", rswa_window=64)], {}, "more than the tokens before it"),
         (lambda: [attention("CrossAttentionSpec")], {}, "cross_attention"),

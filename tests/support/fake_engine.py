@@ -17,16 +17,22 @@ BLOCK = 32
 CHUNK = 64
 
 
-def group(index=0, *, window=0, span=BLOCK, layers=2, page=16, holes=False):
+def group(index=0, *, window=0, span=BLOCK, layers=2, page=16, local=False, state=False):
     return CacheGroup(
         engine_index=index,
-        kind=GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION,
+        kind=kind_of(window, state),
         span_tokens=span,
         layer_names=tuple(f"group{index}.layer{layer}" for layer in range(layers)),
         page_bytes=(page,) * layers,
         window_tokens=window,
-        window_has_holes=holes,
+        is_local=local,
     )
+
+
+def kind_of(window, state):
+    if state:
+        return GroupKind.RECURRENT
+    return GroupKind.SLIDING_WINDOW if window else GroupKind.FULL_ATTENTION
 
 
 def layout(*groups, world_size=1, num_blocks=64, block_major=False):
@@ -122,8 +128,11 @@ def scheduler_side(lookups, *groups, world_size=1, save_decode=False, **options)
     return SchedulerSide(engine, lookups, track, **options)
 
 
-def step_output(scheduled=(), *, new=(), cached=(), tables=None):
-    """A SchedulerOutput. `scheduled` maps request ids to numbers of tokens, `tables` to block tables."""
+def step_output(scheduled=(), *, new=(), cached=(), tables=None, states=None):
+    """A SchedulerOutput. `scheduled` maps request ids to numbers of tokens, `tables` to block tables.
+
+    `states` are the recurrent states that requests leave behind: (group, block, number of tokens).
+    """
     scheduled = dict(scheduled)
     tables = tables or {}
     return SimpleNamespace(
@@ -136,7 +145,9 @@ def step_output(scheduled=(), *, new=(), cached=(), tables=None):
             num_computed_tokens=[each[2] for each in cached],
             resumed_req_ids={each[0] for each in cached if len(each) > 3},
         ),
-        kv_connector_block_state=SimpleNamespace(get_block_ids=tables.get),
+        kv_connector_block_state=SimpleNamespace(
+            get_block_ids=tables.get, boundary_state_offloads=states or {}
+        ),
     )
 
 

@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 # In the others a block's bytes do not lie together.
 BLOCK_COMPACT_LAYOUTS: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
-_RECURRENT: Final = (
-    "it keeps recurrent state (Mamba, linear attention), which this version does not cache yet"
+_NO_STATES: Final = (
+    "it keeps recurrent state (Mamba, linear attention) only for the last token; with prefix caching "
+    "(--enable-prefix-caching) the engine keeps it at block boundaries too, where it can be cached"
 )
 
 
@@ -38,7 +39,7 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> EngineLayout:
 
 
 def read_group(vllm_config: Any, index: int, group: Any) -> CacheGroup:
-    """One KV cache group of the engine, of which any attention kind will do."""
+    """One KV cache group of the engine."""
     if getattr(group, "host_resident", False):
         raise _unsupported(f"KV cache group {index} lives in host memory")
     specs = _layer_specs(group)
@@ -50,9 +51,9 @@ def read_group(vllm_config: Any, index: int, group: Any) -> CacheGroup:
         kind=kind,
         span_tokens=group.kv_cache_spec.block_size * dcp,
         layer_names=tuple(group.layer_names),
-        page_bytes=tuple(spec.page_size_bytes for spec in specs),
+        page_bytes=tuple(_page_bytes(spec) for spec in specs),
         window_tokens=window,
-        window_has_holes=bool(getattr(specs[0], "attention_chunk_size", None)) and window > 0,
+        is_local=bool(getattr(specs[0], "attention_chunk_size", None)) and window > 0,
     )
 
 
@@ -97,7 +98,9 @@ def _kind(index: int, group_spec: Any, specs: list[Any]) -> tuple[GroupKind, int
 
     kind = get_kv_cache_spec_kind(group_spec)
     if kind is KVCacheSpecKind.MAMBA:
-        raise _unsupported(f"KV cache group {index}: {_RECURRENT}")
+        if any(spec.mamba_cache_mode != "align" for spec in specs):
+            raise _unsupported(f"KV cache group {index}: {_NO_STATES}")
+        return GroupKind.RECURRENT, 0
     if any(isinstance(spec, RSWASpec) or getattr(spec, "non_causal", False) for spec in specs):
         raise _unsupported(f"KV cache group {index}: its KV depends on more than the tokens before it")
     if kind in {
@@ -112,9 +115,14 @@ def _kind(index: int, group_spec: Any, specs: list[Any]) -> tuple[GroupKind, int
             index, (spec.sliding_window + spec.extra_retained_tokens for spec in specs)
         )
     if kind is KVCacheSpecKind.CHUNKED_LOCAL_ATTENTION:
-        # Attention reaches back to the last multiple of the size: at most as far as a window of that size.
+        # Attention reaches back to the last multiple of the size.
         return GroupKind.SLIDING_WINDOW, _one(index, (spec.attention_chunk_size for spec in specs))
     raise _unsupported(f"KV cache group {index} is of the kind {getattr(kind, 'value', kind)}")
+
+
+def _page_bytes(spec: Any) -> int:
+    # A state is padded to the page of an attention block, often to twice its size.
+    return int(spec.real_page_size_bytes if hasattr(spec, "mamba_cache_mode") else spec.page_size_bytes)
 
 
 def _one(index: int, windows: Iterable[int]) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import gcd
 from typing import TYPE_CHECKING, Final
 
 from kvwire.client.layout import GroupKind, KvGroup, KvLayout, blocks_per_object
@@ -19,8 +20,8 @@ NULL_BLOCK: Final = 0
 class CacheGroup:
     """One cacheable KV group. `engine_index` is its place among all groups of the engine, scratch included.
 
-    `window_tokens` is 0 for full attention. `page_bytes` has one entry per layer, in the group's order.
-    `window_has_holes`: blocks inside the window may be missing because no boundary needs them.
+    `window_tokens` is 0 but for windows. `page_bytes` has one entry per layer, in the group's order.
+    `is_local`: attention reaches back to the last multiple of `window_tokens`, not `window_tokens` far.
     """
 
     engine_index: int
@@ -29,7 +30,7 @@ class CacheGroup:
     layer_names: tuple[str, ...]
     page_bytes: tuple[int, ...]
     window_tokens: int = 0
-    window_has_holes: bool = False
+    is_local: bool = False
 
     @property
     def block_bytes(self) -> int:
@@ -39,11 +40,25 @@ class CacheGroup:
     def is_window(self) -> bool:
         return self.kind is GroupKind.SLIDING_WINDOW
 
+    @property
+    def is_recurrent(self) -> bool:
+        return self.kind is GroupKind.RECURRENT
+
     def first_needed_block(self, num_tokens: int) -> int:
-        """The first block that resuming at `num_tokens` reads."""
+        """The first block that resuming at `num_tokens`, after a whole block, reads."""
+        if self.is_recurrent:
+            return max(0, num_tokens // self.span_tokens - 1)
         if not self.is_window:
             return 0
+        if self.is_local:
+            return num_tokens // self.window_tokens * self.window_tokens // self.span_tokens
         return max(0, num_tokens - self.window_tokens + 1) // self.span_tokens
+
+    def window_at(self, chunk_size: int) -> int:
+        """The window that resuming at any multiple of `chunk_size` needs at most."""
+        if not self.is_local:
+            return self.window_tokens
+        return self.window_tokens - gcd(self.window_tokens, chunk_size) + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,8 +79,13 @@ class EngineLayout:
         return required_alignment(group.span_tokens for group in self.groups)
 
     @property
-    def has_windows(self) -> bool:
-        return any(group.is_window for group in self.groups)
+    def resumes_at_chunks_only(self) -> bool:
+        """Objects of windows and of recurrent state serve the end of their chunk and nothing before it."""
+        return any(group.is_window or group.is_recurrent for group in self.groups)
+
+    @property
+    def has_states(self) -> bool:
+        return any(group.is_recurrent for group in self.groups)
 
     def kv_layout(self, chunk_size: int) -> KvLayout:
         """What a registration says. Raises LayoutUnsupported when the chunk size does not fit."""
@@ -104,13 +124,18 @@ class ChunkCut:
     def make(cls, layout: EngineLayout, chunk_size: int) -> ChunkCut:
         return cls(layout, chunk_size, tuple(_cut(group, chunk_size) for group in layout.groups))
 
+    @property
+    def has_states_inside_chunks(self) -> bool:
+        """Whether the engine keeps recurrent states where no chunk ends."""
+        return any(each.group.is_recurrent and each.blocks_per_chunk > 1 for each in self.groups)
+
     def __iter__(self) -> Iterator[tuple[int, GroupCut]]:
         """Each group with the index that objects name it by."""
         return iter(enumerate(self.groups))
 
 
 def _cut(group: CacheGroup, chunk_size: int) -> GroupCut:
-    rows = blocks_per_object(group.kind, chunk_size, group.span_tokens, group.window_tokens)
+    rows = blocks_per_object(group.kind, chunk_size, group.span_tokens, group.window_at(chunk_size))
     return GroupCut(group, chunk_size // group.span_tokens, rows)
 
 
@@ -123,5 +148,5 @@ def _kv_group(group: CacheGroup, chunk_size: int) -> KvGroup:
         num_layers=len(group.page_bytes) if equal else 1,
         block_bytes=group.block_bytes,
         blocks_per_object=_cut(group, chunk_size).rows,
-        window_tokens=group.window_tokens,
+        window_tokens=group.window_at(chunk_size),
     )

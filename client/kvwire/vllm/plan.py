@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final
 
 from kvwire.client.jobs import NOT_WANTED, GroupBlocks
 from kvwire.vllm.layout import NULL_BLOCK
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
 
     from kvwire.vllm.layout import ChunkCut, GroupCut
 
     Table = Sequence[int]
+    States = Mapping[tuple[int, int], int]
+    """The block that holds the state of an engine's group, by its index, after a number of tokens."""
+
+
+NO_STATES: Final[States] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +48,9 @@ class PlanError(Exception):
 def tokens_to_ask(cut: ChunkCut, num_tokens: int) -> int:
     """How many of a prompt's tokens a lookup names: whole chunks only.
 
-    A window group can be resumed at chunk boundaries alone, so with one the hit must leave a token by itself.
+    Where chunk boundaries alone can be resumed at, the hit must leave a token by itself.
     """
-    usable = num_tokens - 1 if cut.layout.has_windows else num_tokens
+    usable = num_tokens - 1 if cut.layout.resumes_at_chunks_only else num_tokens
     return max(0, usable) // cut.chunk_size * cut.chunk_size
 
 
@@ -53,7 +59,7 @@ def resume_point(cut: ChunkCut, hit_tokens: int, num_tokens: int) -> int:
     last = (num_tokens - 1) // cut.layout.alignment * cut.layout.alignment
     if hit_tokens <= last:
         return hit_tokens
-    return 0 if cut.layout.has_windows else last
+    return 0 if cut.layout.resumes_at_chunks_only else last
 
 
 def external_tokens(cut: ChunkCut, hit_tokens: int, num_tokens: int, num_computed: int) -> int:
@@ -83,41 +89,75 @@ def load_plan(cut: ChunkCut, tables: Sequence[Table], start: int, end: int) -> B
     return BlockPlan(tuple(groups))
 
 
-def store_plan(cut: ChunkCut, tables: Sequence[Table], chunks: range) -> BlockPlan:
-    """The blocks of these chunks. Objects of which the engine has dropped a block are left out."""
+def store_plan(
+    cut: ChunkCut, tables: Sequence[Table], chunks: range, states: States = NO_STATES
+) -> BlockPlan:
+    """The blocks of these chunks. Objects of which the engine has dropped a block are left out.
+
+    `states` are the recurrent states that exist: a table does not tell them from blocks in use.
+    """
     groups: list[GroupBlocks] = []
     for index, group in cut:
-        table = tables[group.group.engine_index]
-        rows = {
-            chunk: tuple(table[block] for block in group.object_blocks(chunk))
-            for chunk in chunks
-            if _is_complete(group, table, chunk)
-        }
+        if group.group.is_recurrent:
+            rows = _state_rows(group, cut.chunk_size, chunks, states)
+        else:
+            table = tables[group.group.engine_index]
+            rows = {
+                chunk: tuple(table[block] for block in group.object_blocks(chunk))
+                for chunk in chunks
+                if _is_complete(group, table, chunk)
+            }
         groups.extend(_group_blocks(index, rows))
     return BlockPlan(tuple(groups))
 
 
-def _blocks_to_load(group: GroupCut, table: Table, start: int, end: int) -> list[int]:
+def known_states(
+    cut: ChunkCut, tables: Sequence[Table], offers: States, local_tokens: int
+) -> dict[tuple[int, int], int]:
+    """The recurrent states that the tables still hold: those offered, and the one that was resumed from.
+
+    An offer is good for its own step; later on the block counts while it stands in the table.
+    """
+    states: dict[tuple[int, int], int] = {}
+    for group in (each.group for each in cut.groups if each.group.is_recurrent):
+        index, span, table = group.engine_index, group.span_tokens, tables[group.engine_index]
+        offered = {tokens: block for (of, tokens), block in offers.items() if of == index}
+        for num_tokens in {*offered, local_tokens} - {0}:
+            position, rest = divmod(num_tokens, span)
+            block = table[position - 1] if 0 < position <= len(table) and not rest else NULL_BLOCK
+            if block != NULL_BLOCK and offered.get(num_tokens, block) == block:
+                states[index, num_tokens] = block
+    return states
+
+
+def _blocks_to_load(group: GroupCut, table: Table, start: int, end: int) -> range:
     span = group.group.span_tokens
     if start % span or end % span or end // span > len(table):
         raise PlanError(
             f"the engine has {len(table)} blocks of {span} tokens for the tokens {start} to {end}"
         )
     wanted = range(max(start // span, group.group.first_needed_block(end)), end // span)
-    present = [block for block in wanted if table[block] != NULL_BLOCK]
-    if len(present) != len(wanted) and not group.group.window_has_holes:
+    if any(table[block] == NULL_BLOCK for block in wanted):
         raise PlanError(f"the engine has no block for some of the tokens {start} to {end}")
-    return present
+    return wanted
 
 
 def _is_complete(group: GroupCut, table: Table, chunk: int) -> bool:
     blocks = group.object_blocks(chunk)
     if blocks.stop > len(table):
         return False
-    if group.group.window_has_holes:
+    if group.group.is_local:
         # Nobody loads the blocks that no boundary needs: the null block's bytes stand in for them.
         return table[blocks[-1]] != NULL_BLOCK
     return all(table[block] != NULL_BLOCK for block in blocks)
+
+
+def _state_rows(
+    group: GroupCut, chunk_size: int, chunks: range, states: States
+) -> dict[int, tuple[int, ...]]:
+    index = group.group.engine_index
+    boundaries = {chunk: (index, (chunk + 1) * chunk_size) for chunk in chunks}
+    return {chunk: (states[where],) for chunk, where in boundaries.items() if where in states}
 
 
 def _group_blocks(index: int, rows: dict[int, tuple[int, ...]]) -> Iterator[GroupBlocks]:

@@ -10,7 +10,15 @@ from kvwire.vllm.blocks import given_out
 from kvwire.vllm.layout import ChunkCut
 from kvwire.vllm.metadata import Job, Prompt, StepMetadata
 from kvwire.vllm.params import answer
-from kvwire.vllm.plan import BlockPlan, PlanError, external_tokens, load_plan, store_plan, tokens_to_ask
+from kvwire.vllm.plan import (
+    BlockPlan,
+    PlanError,
+    external_tokens,
+    known_states,
+    load_plan,
+    store_plan,
+    tokens_to_ask,
+)
 from kvwire.vllm.tally import Tally
 from kvwire.vllm.tracker import RequestTracker, Stage
 
@@ -102,6 +110,9 @@ class SchedulerSide:
         cut = self._chunks()
         if tracker.preemptions != request.num_preemptions:
             self._start_over(tracker)
+        tracker.local = num_computed
+        if cut is not None and self._may_store:
+            _keep_state(request, cut)
         reason = self._why_not(tracker, cut)
         if cut is None or reason:
             tracker.account.reason = tracker.account.reason or reason
@@ -119,7 +130,6 @@ class SchedulerSide:
             return None
         self._unanswered.discard(tracker.request_id)
         tracker.hit = hit
-        tracker.local = num_computed
         if not tracker.account.admitted:
             tracker.account.hit = hit
             tracker.account.reason = "" if hit else "nothing found"
@@ -363,8 +373,11 @@ class SchedulerSide:
                 continue
             try:
                 chunks = range(tracker.next_chunk, self._storable_tokens(tracker, num_new) // cut.chunk_size)
+                blocks = scheduler_output.kv_connector_block_state
+                if self._layout.has_states:
+                    tracker.offered(blocks.boundary_state_offloads.get(request_id, ()), cut.chunk_size)
                 if chunks:
-                    tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                    tables = blocks.get_block_ids(request_id)
                     stores.extend(self._store(tracker, cut, tables, chunks))
                     tracker.next_chunk = chunks.stop
             except Exception:
@@ -385,7 +398,10 @@ class SchedulerSide:
     def _store(
         self, tracker: RequestTracker, cut: ChunkCut, tables: Sequence[Sequence[int]] | None, chunks: range
     ) -> list[Job]:
-        plan = BlockPlan(()) if tables is None else store_plan(cut, tables, chunks)
+        if tables is None:
+            return []
+        states = known_states(cut, tables, tracker.offers, tracker.local)
+        plan = store_plan(cut, tables, chunks, states)
         if not plan.groups:
             return []
         prompt = Prompt(tracker.session_id)
@@ -398,3 +414,13 @@ class SchedulerSide:
         tracker.open_stores += self._layout.world_size
         self._open_stores += self._layout.world_size
         return [Job(tracker.request_id, prompt, plan, trace=tracker.trace)]
+
+
+def _keep_state(request: Any, cut: ChunkCut) -> None:
+    """Have the engine stop where the last chunk of the prompt ends, and keep its recurrent state there.
+
+    By itself it does so at its last block only. This is how it marks the end of a prefix that it has seen
+    before, so a mark of its own stays.
+    """
+    if cut.has_states_inside_chunks and getattr(request, "shared_prefix_boundary", None) == 0:
+        request.shared_prefix_boundary = tokens_to_ask(cut, request.num_tokens)
