@@ -236,7 +236,8 @@ class CacheOptions(TypedDict, total=False):
     """What `register_kv_caches` takes besides.
 
     `windows` has the window of each KV group in tokens, 0 for full attention. `facts` tells what else than
-    shapes and types changes the bytes. `data_path`: auto, shm, ucx or inline.
+    shapes and types changes the bytes. `data_path`: auto, shm, ucx or inline. `copy_threads`: threads of one
+    copy, 0 for as many as there are processors, up to 4.
     """
 
     windows: Sequence[int]

@@ -99,18 +99,20 @@ class UcxPath:
         if opened is None:
             lost = LeaseLost(f"Lease {lease_id} has ended.", lease_id=lease_id)
             return Received(dict.fromkeys(slots, lost))
-        waiting = {slot: asyncio.wrap_future(opened.slots[slot]) for slot in slots}
-        for arrival in waiting.values():
-            arrival.add_done_callback(_note)
-        if waiting:
-            await asyncio.wait(waiting.values(), timeout=seconds)
-        failed = {slot: self._failure(arrival, seconds) for slot, arrival in waiting.items()}
+        late = [opened.slots[slot] for slot in slots if not opened.slots[slot].done()]
+        if late:
+            arrivals = [asyncio.wrap_future(each) for each in late]
+            for arrival in arrivals:
+                arrival.add_done_callback(_note)
+            await asyncio.wait(arrivals, timeout=seconds)
+        failed = {slot: self._failure(opened.slots[slot], seconds) for slot in slots}
         return Received({slot: error for slot, error in failed.items() if error is not None})
 
     async def cancel(self, lease_id: int) -> None:
         if self._plane is not None:
             done: Future[None] = self._plane.cancel(lease_id)
-            await asyncio.wrap_future(done)
+            if not done.done():
+                await asyncio.wrap_future(done)
 
     async def close(self) -> None:
         for registration_id in list(self._clients):
@@ -149,7 +151,7 @@ class UcxPath:
     def _memory(self, slots: Sequence[SlotMemory]) -> list[ByteArray]:
         return [self._arena.array(slot.offset, slot.size) for slot in slots]
 
-    def _failure(self, arrival: asyncio.Future[None], seconds: float) -> KvwireError | None:
+    def _failure(self, arrival: Future[None], seconds: float) -> KvwireError | None:
         if not arrival.done():
             # Only this wait is over: the transfer itself ends when its lease is cancelled.
             return TransferTimeout(
