@@ -25,7 +25,7 @@ from kvwire.vllm.adapters_common import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
     from concurrent.futures import Future
 
     from kvwire.client.agreement import ChunkSizeAgreement
@@ -116,8 +116,12 @@ class SchedulerAdapter:
         deadlines: Mapping[str, float] | None = None,
         start_wait: float = START_S,
         agreement: ChunkSizeAgreement | None = None,
+        on_answer: Callable[[float], None] | None = None,
     ) -> None:
-        """`agreement` is shared by the adapters of one engine's servers."""
+        """`agreement` is shared by the adapters of one engine's servers.
+
+        `on_answer` is told how many seconds each lookup took, on a thread of the client's.
+        """
         options = adapter_options(
             server_url,
             model_name,
@@ -135,6 +139,7 @@ class SchedulerAdapter:
         )
         self._namespace = options.namespace
         self._block_size = vllm_block_size
+        self._on_answer = on_answer
         self._client = options.client()
         registrar = _SchedulerRegistrar(layout, options.namespace, options.engine_id, options.client_name)
         self._link = Link(
@@ -312,6 +317,8 @@ class SchedulerAdapter:
                 self._leases[request_id] = (lookup.registration_id, result.lease_id)
             if lookup.tokens is None:
                 lookup.tokens = result.hit_tokens
+            if self._on_answer is not None:
+                self._on_answer(time.monotonic() - lookup.submitted)
         if lookup.end_session:
             self._end_quietly(request_id)
         with self._answered:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from enum import Enum
 from typing import TYPE_CHECKING, Any, Final
@@ -43,6 +44,9 @@ class Transfer(Task):
         self._failed_blocks: frozenset[int] = frozenset()
         self._cancelled = False
         self._done = threading.Event()
+        self._begin = time.monotonic()
+        self.seconds = 0.0
+        """From its submission to its end."""
 
     def done(self) -> bool:
         return self._done.is_set()
@@ -85,6 +89,7 @@ class Transfer(Task):
         self.error = error
         if error is not None and self.kind is Kind.LOAD:
             self._failed_blocks = self.job.block_ids(failed) if failed else self._all_blocks
+        self.seconds = time.monotonic() - self._begin
         self._event = None
         self._done.set()
 

@@ -14,7 +14,7 @@ from kvwire.client import forks
 from kvwire.client.binding import CacheSpec
 from kvwire.client.cache import KvCache, layout_of
 from kvwire.client.health import HEARTBEAT_S
-from kvwire.client.jobs import TransferJob
+from kvwire.client.jobs import RetrieveResult, TransferJob
 from kvwire.client.link import START_S
 from kvwire.client.memory import kv_memory
 from kvwire.client.types import Role, SessionRange
@@ -29,10 +29,10 @@ from kvwire.vllm.adapters_common import (
 from kvwire.vllm.adapters_transfer import Kind, Transfer, TransferQueue
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvwire.client.channel import TlsConfig
-    from kvwire.client.jobs import RetrieveResult, StoreResult
+    from kvwire.client.jobs import StoreResult
     from kvwire.client.layout import KvLayout
     from kvwire.keys import Namespace
     from kvwire.vllm.adapters_common import LayoutFor
@@ -45,6 +45,10 @@ _COMPLAIN_S: Final = 60.0
 _SHUTDOWN_S: Final = 5.0
 _HURRY_S: Final = 0.5
 _NO_JOB: Final = TransferJob(SessionRange("", 0, 0), ())
+
+
+def _moved(result: StoreResult | RetrieveResult) -> int:
+    return result.retrieved_bytes if isinstance(result, RetrieveResult) else result.stored_bytes
 
 
 class WorkerAdapter:
@@ -76,7 +80,10 @@ class WorkerAdapter:
         token: str = "",
         deadlines: Mapping[str, float] | None = None,
         start_wait: float = START_S,
+        on_end: Callable[[Kind, bool, int, float], None] | None = None,
     ) -> None:
+        """`on_end` is told of every transfer, on the thread that ends it: whether all of it went well, how many
+        bytes moved, and the seconds since its submission."""
         options = adapter_options(
             server_url,
             model_name,
@@ -96,6 +103,7 @@ class WorkerAdapter:
         self._block_size = vllm_block_size
         self._layout = layout
         self._start_wait = start_wait
+        self._on_end = on_end
         threads = copy_threads or COPY_THREADS
         spec = CacheSpec(
             engine_id=options.engine_id,
@@ -304,11 +312,20 @@ class WorkerAdapter:
             error = Internal(str(caught))
         for index, transfer in enumerate(transfers):
             if index < len(results):
-                self._finish(transfer, results[index].error, results[index].failed)
+                result = results[index]
+                self._finish(transfer, result.error, result.failed, well=result.ok, moved=_moved(result))
             else:
                 self._finish(transfer, error or Internal("There is no result."))
 
-    def _finish(self, transfer: Transfer, error: KvwireError | None, failed: Sequence[Any] = ()) -> None:
+    def _finish(
+        self,
+        transfer: Transfer,
+        error: KvwireError | None,
+        failed: Sequence[Any] = (),
+        *,
+        well: bool = False,
+        moved: int = 0,
+    ) -> None:
         if error is not None:
             self._complain(transfer, error)
         with self._done:
@@ -327,6 +344,8 @@ class WorkerAdapter:
                         transfer.failed_block_ids
                     )
             self._done.notify_all()
+        if self._on_end is not None:
+            self._on_end(transfer.kind, well, moved, transfer.seconds)
 
     def _complain(self, transfer: Transfer, error: KvwireError) -> None:
         """Once a minute and reason: an outage must not fill the log."""

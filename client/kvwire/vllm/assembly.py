@@ -11,17 +11,19 @@ from kvwire import telemetry
 from kvwire.client.channel import TlsConfig
 from kvwire.errors import ConfigError, MissingExtra
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
+from kvwire.vllm.adapters_transfer import Kind
 from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
+from kvwire.vllm.tally import Tally
 from kvwire.vllm.servers import Share, SpreadSchedulerAdapter, spread
 from kvwire.vllm.views import group_views
 from kvwire.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from kvwire.keys import Namespace
     from kvwire.vllm.layout import EngineLayout
@@ -78,6 +80,10 @@ class SchedulerParts:
     side: SchedulerSide
     reset_wait: float
 
+    def take_stats(self) -> dict[str, Any] | None:
+        self.side.tally.is_usable(self.side.is_usable())
+        return self.side.tally.take()
+
     def reset(self) -> bool:
         return self.side.reset(self.reset_wait)
 
@@ -93,6 +99,7 @@ class WorkerParts:
     side: WorkerSide
     layout: EngineLayout
     shutdown_wait: float
+    tally: Tally
     views: list[list[Any]] = field(default_factory=list)
 
     def register(self, kv_caches: Mapping[str, Any]) -> None:
@@ -100,6 +107,9 @@ class WorkerParts:
         self.adapter.register_kv_caches(self.views)
         if self.adapter.is_healthy:
             logger.info("kvwire: blocks move by %s", self.adapter.data_path)
+
+    def take_stats(self) -> dict[str, Any] | None:
+        return self.tally.take()
 
     def event(self) -> Any:
         """Marks what the accelerator has been told so far; None on a CPU, where it is done."""
@@ -120,7 +130,8 @@ class WorkerParts:
 def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
-    adapter = _scheduler_adapter(engine)
+    tally = Tally()
+    adapter = _scheduler_adapter(engine, tally)
     side = SchedulerSide(
         engine.layout,
         adapter,
@@ -128,6 +139,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         loads=engine.kv_role.is_kv_consumer,
         stores=engine.kv_role.is_kv_producer,
         early_lookups=engine.config.early_lookups,
+        tally=tally,
     )
     logger.info(
         "kvwire: %s, chunk size %s tokens, %d KV groups%s",
@@ -139,9 +151,10 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     return SchedulerParts(adapter, side, engine.config.reset_wait)
 
 
-def _scheduler_adapter(engine: Engine) -> SchedulerAdapter | SpreadSchedulerAdapter:
+def _scheduler_adapter(engine: Engine, tally: Tally) -> SchedulerAdapter | SpreadSchedulerAdapter:
     model, block_size = engine.namespace.model, engine.layout.alignment
     options = engine.adapter_options("scheduler")
+    options["on_answer"] = partial(tally.observe, "lookup_seconds")
     if len(engine.shares) > 1:
         return SpreadSchedulerAdapter(engine.shares, model, block_size, **options)
     return SchedulerAdapter(
@@ -154,6 +167,7 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
     engine = Engine.read(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
     share = engine.share_of(rank)
+    tally = Tally()
     adapter = WorkerAdapter(
         share.address,
         None,
@@ -163,6 +177,7 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
         engine.layout.alignment,
         data_path=engine.config.data_path,
         copy_threads=engine.config.copy_threads,
+        on_end=transfer_counter(tally),
         **engine.adapter_options(f"worker {rank}", share),
     )
     side = WorkerSide(
@@ -172,7 +187,20 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
         single_group=engine.layout.num_engine_groups == 1,
         store_wait=engine.config.store_wait,
     )
-    return WorkerParts(adapter, side, engine.layout, engine.config.shutdown_wait)
+    return WorkerParts(adapter, side, engine.layout, engine.config.shutdown_wait, tally)
+
+
+def transfer_counter(tally: Tally) -> Callable[[Kind, bool, int, float], None]:
+    def count(kind: Kind, well: bool, moved: int, seconds: float) -> None:
+        is_load = kind is Kind.LOAD
+        tally.observe("load_seconds" if is_load else "store_seconds", seconds)
+        tally.add("loaded_bytes" if is_load else "stored_bytes", moved)
+        if is_load:
+            tally.add("loads" if well else "failed_loads")
+        else:
+            tally.add("stores" if well else "dropped_stores")
+
+    return count
 
 
 def to_op(job: Job, share: Share) -> LoadStoreOp:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from kvwire.vllm import versions
 from kvwire.vllm.assembly import make_scheduler, make_worker
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
+from kvwire.vllm.stats import KvwirePromMetrics, KvwireStats
 
 try:
     import vllm
@@ -177,6 +178,26 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         return self._of_worker.side.take_report()
 
     # Both
+
+    @contained(_nothing)
+    def get_kv_connector_stats(self) -> KvwireStats | None:
+        side = self._scheduler or self._worker
+        data = side.take_stats() if side is not None else None
+        return KvwireStats(data) if data else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvwireStats:
+        return KvwireStats(data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: Any,
+        metric_types: dict[Any, Any],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KvwirePromMetrics:
+        return KvwirePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @contained(_nothing)
     def shutdown(self) -> None:

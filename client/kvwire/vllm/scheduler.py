@@ -185,6 +185,9 @@ class SchedulerSide:
             )
         return kept == 0 and not self._open_stores
 
+    def is_usable(self) -> bool:
+        return self._lookups.is_healthy and not self._unhealthy_ranks
+
     # What the engine says in every step
 
     def step(self, scheduler_output: Any) -> StepMetadata:
