@@ -82,8 +82,8 @@ class WorkerAdapter:
         start_wait: float = START_S,
         on_end: Callable[[Kind, bool, int, float], None] | None = None,
     ) -> None:
-        """`on_end` is told of every transfer, on the thread that ends it: whether all of it went well, how many
-        bytes moved, and the seconds since its submission."""
+        """`on_end` is told of every transfer, on the thread that ends it: whether all of it went well, how
+        many bytes moved, and the seconds since its submission."""
         options = adapter_options(
             server_url,
             model_name,

@@ -17,8 +17,8 @@ from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
-from kvwire.vllm.tally import Tally
 from kvwire.vllm.servers import Share, SpreadSchedulerAdapter, spread
+from kvwire.vllm.tally import Tally
 from kvwire.vllm.views import group_views
 from kvwire.vllm.worker import WorkerSide
 

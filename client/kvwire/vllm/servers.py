@@ -259,12 +259,6 @@ class SpreadSchedulerAdapter:
         known = [count for count in kept if count is not None]
         return sum(known) if len(known) == len(kept) else None
 
-    def clear(self, timeout: float) -> int | None:
-        """As at one server: one after the other, all within `timeout` seconds."""
-        deadline = time.monotonic() + timeout
-        kept = [adapter.clear(deadline - time.monotonic()) for adapter in self.adapters]
-        return None if None in kept else sum(each or 0 for each in kept)
-
     def shutdown(self) -> None:
         """Leave the servers. Idempotent."""
         for adapter in self.adapters:

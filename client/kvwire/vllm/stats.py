@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 
 from prometheus_client import Counter, Gauge, Histogram
@@ -20,7 +20,9 @@ BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.
 
 @dataclass
 class KvwireStats(KVConnectorStats):
-    """What tallies took, merged: counts are added, durations appended, and the last word on `usable` holds."""
+    """What tallies took, merged: counts are added, durations appended; of `usable` the last word holds."""
+
+    data: dict[str, Any] = field(default_factory=dict)
 
     def reset(self) -> None:
         self.data = {}
@@ -72,9 +74,7 @@ class KvwirePromMetrics(KVConnectorPromMetrics):
             for name, text in DURATIONS.items()
         }
         self._usable = self._children(
-            gauge(
-                f"{PREFIX}{USABLE}", USABLE_TEXT, labelnames=labelnames, multiprocess_mode="mostrecent"
-            )
+            gauge(f"{PREFIX}{USABLE}", USABLE_TEXT, labelnames=labelnames, multiprocess_mode="mostrecent")
         )
 
     def observe(self, transfer_stats_data: Mapping[str, Any], engine_idx: int = 0) -> None:
