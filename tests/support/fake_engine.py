@@ -145,6 +145,7 @@ def step_output(scheduled=(), *, new=(), cached=(), tables=None, states=None):
             num_computed_tokens=[each[2] for each in cached],
             resumed_req_ids={each[0] for each in cached if len(each) > 3},
         ),
+        scheduled_spec_decode_tokens={},
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=tables.get, boundary_state_offloads=states or {}
         ),
@@ -193,6 +194,7 @@ class FakeTransfers:
     failed: set[str] = field(default_factory=set)
     failed_blocks: set[int] = field(default_factory=set)
     waited: int = 0
+    chunk_size: int = 0
     ends_while_waiting: str = ""
 
     def submit_store_request(self, request_id, op, event=None):
@@ -221,6 +223,9 @@ class FakeTransfers:
     def get_block_ids_with_load_errors(self):
         failed, self.failed_blocks = self.failed_blocks, set()
         return failed
+
+    def require_chunk_size(self, chunk_size):
+        self.chunk_size = chunk_size
 
     def wait_for_any(self, timeout):
         self.waited += 1

@@ -156,6 +156,14 @@ class WorkerAdapter:
         """How bytes move: "shm", "ucx-local", "ucx-remote", "inline"; empty before the registration."""
         return self._cache.data_path
 
+    def require_chunk_size(self, chunk_size: int) -> None:
+        """Work with this size and no other: the scheduler's plans are made for it.
+
+        They differ when the two have met different servers, one after the other or beside each other. Costs
+        nothing where it is the size already.
+        """
+        self._cache.link.require_chunk_size(chunk_size)
+
     def num_blocks_per_chunk(self) -> int:
         """0 until the chunk size is known."""
         return self._cache.chunk_size // self._block_size

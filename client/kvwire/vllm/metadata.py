@@ -44,6 +44,7 @@ class StepMetadata:
     `overwritten` holds the blocks that this step hands to somebody new: no store may read them any more.
     None: not known, so no store may be under way at all.
     `held` names finished requests whose blocks wait for their stores. `idle`: no tokens are computed.
+    `chunk_size`: what the plans are made for, in tokens; 0 while no server has told it.
     """
 
     loads: list[Job] = field(default_factory=list)
@@ -51,6 +52,7 @@ class StepMetadata:
     overwritten: frozenset[int] | None = frozenset()
     held: frozenset[str] = frozenset()
     idle: bool = False
+    chunk_size: int = 0
 
 
 @dataclass(slots=True)

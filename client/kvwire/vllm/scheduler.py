@@ -19,6 +19,7 @@ from kvwire.vllm.plan import (
     store_plan,
     tokens_to_ask,
 )
+from kvwire.vllm.states import keep_state, note_states
 from kvwire.vllm.tally import Tally
 from kvwire.vllm.tracker import RequestTracker, Stage
 
@@ -112,7 +113,7 @@ class SchedulerSide:
             self._start_over(tracker)
         tracker.local = num_computed
         if cut is not None and self._may_store:
-            _keep_state(request, cut)
+            keep_state(request, cut)
         reason = self._why_not(tracker, cut)
         if cut is None or reason:
             tracker.account.reason = tracker.account.reason or reason
@@ -193,6 +194,7 @@ class SchedulerSide:
     def step(self, scheduler_output: Any) -> StepMetadata:
         """The loads and stores of one step. Whatever fails, loads are handed on: somebody waits for them."""
         step = StepMetadata(loads=self._new_loads, held=frozenset(self._held), overwritten=None)
+        step.chunk_size = self._cut.chunk_size if self._cut else 0
         self._new_loads, self._held = [], set()
         try:
             self._fill(step, scheduler_output)
@@ -376,11 +378,9 @@ class SchedulerSide:
                 continue
             try:
                 chunks = range(tracker.next_chunk, self._storable_tokens(tracker, num_new) // cut.chunk_size)
-                blocks = scheduler_output.kv_connector_block_state
-                if self._layout.has_states:
-                    tracker.offered(blocks.boundary_state_offloads.get(request_id, ()), cut.chunk_size)
+                note_states(tracker, cut, scheduler_output, num_new)
                 if chunks:
-                    tables = blocks.get_block_ids(request_id)
+                    tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
                     stores.extend(self._store(tracker, cut, tables, chunks))
                     tracker.next_chunk = chunks.stop
             except Exception:
@@ -417,13 +417,3 @@ class SchedulerSide:
         tracker.open_stores += self._layout.world_size
         self._open_stores += self._layout.world_size
         return [Job(tracker.request_id, prompt, plan, trace=tracker.trace)]
-
-
-def _keep_state(request: Any, cut: ChunkCut) -> None:
-    """Have the engine stop where the last chunk of the prompt ends, and keep its recurrent state there.
-
-    By itself it does so at its last block only. This is how it marks the end of a prefix that it has seen
-    before, so a mark of its own stays.
-    """
-    if cut.has_states_inside_chunks and getattr(request, "shared_prefix_boundary", None) == 0:
-        request.shared_prefix_boundary = tokens_to_ask(cut, request.num_tokens)

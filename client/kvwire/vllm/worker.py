@@ -40,6 +40,7 @@ class Transfers(Protocol):
     def failed_requests(self) -> set[str]: ...
     def get_block_ids_with_load_errors(self) -> set[int]: ...
     def wait_for_any(self, timeout: float) -> bool: ...
+    def require_chunk_size(self, chunk_size: int) -> None: ...
 
 
 @dataclass(slots=True)
@@ -120,6 +121,8 @@ class WorkerSide:
 
     def results(self, step: StepMetadata) -> Results:
         """What has ended. A step without tokens waits for it a moment, so that the engine does not spin."""
+        if step.chunk_size:
+            self._transfers.require_chunk_size(step.chunk_size)
         results = self._collect(step.held)
         if step.idle and not results and self._transfers.wait_for_any(_PAUSE):
             results = self._collect(())

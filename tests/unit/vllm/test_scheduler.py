@@ -42,6 +42,13 @@ def prefill(side, request, num_tokens, tables):
     return step
 
 
+def test_a_step_says_the_chunk_size_that_it_was_planned_for(lookups):
+    side = scheduler_side(lookups)
+    assert side.step(step_output({})).chunk_size == 0
+    side.matched_tokens(Request("r", range(200)), 0)
+    assert side.step(step_output({})).chunk_size == 64
+
+
 class TestLookup:
     def test_asks_once_and_answers_none_until_the_answer_is_there(self, lookups):
         side = scheduler_side(lookups)

@@ -34,6 +34,13 @@ class TestLoads:
         assert not side.results(StepMetadata())
         assert not side.take_failed_blocks()
 
+    def test_the_schedulers_chunk_size_is_the_workers(self, transfers):
+        side = worker(transfers)
+        side.results(StepMetadata())
+        assert transfers.chunk_size == 0
+        side.results(StepMetadata(chunk_size=64))
+        assert transfers.chunk_size == 64
+
     def test_bl22_one_group_tells_the_failed_blocks(self, transfers):
         side = worker(transfers)
         transfers.received, transfers.failed, transfers.failed_blocks = {"r"}, {"r"}, {2}

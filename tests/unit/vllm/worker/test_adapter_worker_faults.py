@@ -13,6 +13,7 @@ from kvwire.vllm.adapters import (
 )
 from support.worker_adapter import (
     BLOCKS,
+    CHUNK,
     DEADLINES,
     SENTINEL,
     Event,
@@ -156,3 +157,30 @@ def test_shutdown_ends_what_waits_and_leaves_the_server(server, make):
     assert waiting.failed
     assert not server.registrations
     assert adapter.submit_store_request("late", op(1), None).failed
+
+
+def test_a_worker_that_met_another_server_takes_the_schedulers_chunk_size(server, make):
+    server.chunk_size = 2 * CHUNK
+    adapter = make()
+    assert adapter.chunk_size == 2 * CHUNK
+    adapter.require_chunk_size(2 * CHUNK)
+    assert adapter.is_healthy
+    adapter.require_chunk_size(CHUNK)
+    assert not adapter.is_healthy
+    wait_until(lambda: f"--chunk-size {CHUNK}" in adapter.degraded_reason)
+    assert adapter.submit_store_request("s", op(1)).failed
+    server.chunk_size = CHUNK
+    server.restart()
+    wait_until(lambda: adapter.is_healthy)
+    assert adapter.chunk_size == CHUNK
+    assert adapter.submit_store_request("t", op(1)).wait(5)
+    assert len(server.objects) == 1
+
+
+def test_a_worker_that_has_met_no_server_yet_takes_the_schedulers_chunk_size(server, make):
+    server.stop()
+    adapter = make(start_wait=0.2)
+    adapter.require_chunk_size(CHUNK)
+    server.chunk_size = 2 * CHUNK
+    server.start()
+    wait_until(lambda: f"--chunk-size {CHUNK}" in adapter.degraded_reason)
