@@ -7,17 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, Answer, engine, prompt
+from e2e.harness import CHUNK, LENGTHS, SHELF, Answer, engine, expected, prompt
 
 MODELS = ["llama", "gemma3", "gptoss"]
-
-
-def expected(model, length):
-    """What a fresh engine finds of a prompt that is stored as a whole."""
-    if model == "llama":
-        found = length // CHUNK * CHUNK
-        return found if found < length else found - BLOCK
-    return (length - 1) // CHUNK * CHUNK
 
 
 @pytest.mark.parametrize("model", MODELS)
