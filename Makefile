@@ -12,7 +12,7 @@ export PYTHON
 
 .PHONY: help
 help: ## what can be typed
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## (.*)/  \1\t\2/' | expand -t 20
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z0-9-]+):.*## (.*)/  \1\t\2/' | expand -t 20
 
 .PHONY: setup
 setup: $(STAMP) ## the environment in .venv, vLLM on a CPU included (about two minutes, once)
@@ -28,6 +28,10 @@ demo: setup ## one engine stores, a fresh one finds it; DEMO_ARGS="--path shm|uc
 .PHONY: test
 test: setup check-proto ## every test, vLLM included; PYTEST_ARGS="-m 'not e2e'" leaves vLLM out
 	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+
+.PHONY: e2e
+e2e: setup ## real vLLM on a CPU: same text with kvwire and without, hits, restarts, faults; PYTEST_ARGS="-k openai"
+	$(BIN)/python -m pytest tests/e2e --durations=15 $(PYTEST_ARGS)
 
 .PHONY: check
 check: setup lint types layers check-proto proto-lint ## ruff, mypy, layers, buf, stubs
