@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from kvwire.vllm import versions
 from kvwire.vllm.assembly import make_scheduler, make_worker
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
-from kvwire.vllm.stats import KvwirePromMetrics, KvwireStats
 
 try:
     import vllm
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from kvwire.vllm.assembly import SchedulerParts, WorkerParts
+    from kvwire.vllm.stats import KvwirePromMetrics, KvwireStats
 
 logger = logging.getLogger(__name__)
 
@@ -183,10 +183,12 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     def get_kv_connector_stats(self) -> KvwireStats | None:
         side = self._scheduler or self._worker
         data = side.take_stats() if side is not None else None
-        return KvwireStats(data) if data else None
+        return self.build_kv_connector_stats(data) if data else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KvwireStats:
+        from kvwire.vllm.stats import KvwireStats
+
         return KvwireStats(data or {})
 
     @classmethod
@@ -197,6 +199,8 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         labelnames: list[str],
         per_engine_labelvalues: dict[int, list[object]],
     ) -> KvwirePromMetrics:
+        from kvwire.vllm.stats import KvwirePromMetrics
+
         return KvwirePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     @contained(_nothing)
