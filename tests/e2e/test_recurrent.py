@@ -1,0 +1,200 @@
+"""Recurrent state: of a prompt the state at the end of its last chunk, beside the KV of its attention layers.
+
+The engine runs in bfloat16, which is what this model can do on a CPU, and computes one prompt at a time: text
+depends on what is computed together then.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, Server, engine, prompt
+from e2e.test_reuse import zero_what_is_loaded
+
+MODEL = "qwen3_next"
+OPTIONS = {
+    "dtype": "bfloat16",
+    "enable_prefix_caching": True,
+    "kv_cache_memory_bytes": 256 << 20,
+    "max_num_seqs": 1,
+}
+
+
+def boundary(length):
+    """The last end of a chunk that leaves a token to compute."""
+    return (length - 1) // CHUNK * CHUNK
+
+
+def expected(prompts):
+    return [boundary(len(tokens)) for tokens in prompts]
+
+
+def running(server, **options):
+    return engine(MODEL, server, **{**OPTIONS, **options})
+
+
+@pytest.fixture(scope="module")
+def filled(engine_environment, tmp_path_factory):
+    """A server in which an engine has stored the shelf."""
+    server = Server(tmp_path_factory.mktemp("kvw"))
+    with running(server) as first:
+        assert [answer.cached for answer in first.run(*SHELF)] == [0] * len(SHELF)
+    yield server
+    server.close()
+
+
+def test_bl25_a_fresh_engine_finds_what_another_one_stored(filled, baseline):
+    """Prompts of exactly some chunks, of one token more and of one less among them."""
+    right = baseline(MODEL, *SHELF, **OPTIONS)
+    with running(filled) as second:
+        free = second.free_blocks()
+        answers = second.run(*SHELF)
+        assert second.free_blocks() == free
+    assert [answer.tokens for answer in answers] == right
+    assert [answer.cached for answer in answers] == [boundary(length) for length in LENGTHS]
+    filled.assert_at_rest()
+
+
+def test_loaded_bytes_matter(filled, baseline, monkeypatch):
+    """The test of the tests: with zeroes in the place of what was loaded, every answer is another one."""
+    prompts = SHELF[:4]
+    right = baseline(MODEL, *SHELF, **OPTIONS)
+    with running(filled) as second:
+        zero_what_is_loaded(second, monkeypatch)
+        answers = second.run(*prompts)
+    assert [answer.cached for answer in answers] == expected(prompts)
+    assert all(answer.tokens != tokens for answer, tokens in zip(answers, right, strict=False))
+
+
+def test_only_the_state_at_the_boundary_moves(filled):
+    """Of a prompt of three chunks: their KV, and one state of each of the three recurrent groups."""
+    with running(filled) as second:
+        connector = second.scheduler_connector
+        plans = []
+        load_plan = connector._scheduler.side._load_plan
+        connector._scheduler.side._load_plan = lambda *args: plans.append(load_plan(*args)) or plans[-1]
+        second.run(SHELF[0])
+    (plan,) = plans
+    assert [(each.first_chunk, each.chunk_count) for each in plan.groups] == [(2, 1)] * 3 + [(0, 3)]
+    assert len(plan.block_ids) == 3 + 3 * CHUNK // BLOCK
+
+
+@pytest.mark.parametrize("policy", ["recompute", "fail"])
+def test_a_failed_load(policy, filled, baseline, monkeypatch):
+    prompts = SHELF[:4]
+    right = baseline(MODEL, *SHELF, **OPTIONS)
+    with running(filled, policy=policy) as second:
+        free = second.free_blocks()
+        adapter = second.worker_connector._worker.adapter
+        submit = adapter.submit_retrieve_request
+
+        def submit_nonsense(request_id, op, event=None):
+            if op.chunk_count == boundary(len(prompts[0])) // CHUNK:
+                raise RuntimeError("no")
+            return submit(request_id, op, event)
+
+        monkeypatch.setattr(adapter, "submit_retrieve_request", submit_nonsense)
+        with monkeypatch.context() as quiet:
+            quiet.setattr("kvwire.vllm.worker.logger.exception", lambda *args: None)
+            answers = second.run(*prompts)
+        assert second.free_blocks() == free
+    if policy == "fail":
+        assert answers[0].reason == "error"
+    else:
+        assert answers[0].tokens == right[0]
+    assert [answer.tokens for answer in answers[1:]] == right[1:4]
+    assert [answer.cached for answer in answers[1:]] == expected(prompts[1:])
+    filled.assert_at_rest()
+
+
+def test_chunked_prefill(server, baseline):
+    """A prefill that is cut by the engine's limit leaves a state where it ends; the last chunk counts."""
+    prompts = [prompt(length, seed=length) for length in (300, 257, 256, 255, 130)]
+    right = baseline(MODEL, *prompts, max_num_batched_tokens=96, **OPTIONS)
+    for cached in ([0] * len(prompts), expected(prompts)):
+        with running(server, max_num_batched_tokens=96) as each:
+            answers = each.run(*prompts)
+        assert [answer.tokens for answer in answers] == right
+        assert [answer.cached for answer in answers] == cached
+
+
+def test_a_turn_continues_from_the_one_before(server, baseline):
+    """Each turn finds the state of the last one, in an engine that has not seen it."""
+    tokens = prompt(420)
+    turns = [tokens[:length] for length in (140, 280, 420)]
+    right = baseline(MODEL, *turns, **OPTIONS)
+    for turn, tokens_of, cached in zip(turns, right, (0, 128, 256), strict=True):
+        with running(server) as each:
+            (answer,) = each.run(turn)
+        assert (answer.tokens, answer.cached) == (tokens_of, cached)
+
+
+def test_generated_tokens_are_reused_in_the_next_turn(server, baseline):
+    first_turn = prompt(120)
+    with running(server, extra={"save_decode": True}) as first:
+        (answer,) = first.run(first_turn, num_tokens=80)
+    second_turn = [*first_turn, *answer.tokens, 5, 6, 7]
+    with running(server) as second:
+        (found,) = second.run(second_turn)
+    assert found.cached == 192
+    (right,) = baseline(MODEL, second_turn, **OPTIONS)
+    assert found.tokens == right
+
+
+def test_bl23_overlap_with_the_engines_own_prefix_cache(filled, baseline):
+    """The engine has a state of its own inside a chunk, and another one that the server never got."""
+    right = baseline(MODEL, *SHELF, **OPTIONS)
+    with running(filled) as second:
+        head = SHELF[0][:110] + prompt(20, seed=1)
+        second.run(head)
+        assert second.run(head)[0].cached == 128
+        (answer,) = second.run(SHELF[0])
+        assert (answer.tokens, answer.cached) == (right[0], 192)
+        (answer,) = second.run(SHELF[0])
+        assert (answer.tokens, answer.cached) == (right[0], 192)
+    filled.assert_at_rest()
+
+
+def test_a_state_that_only_the_engine_has_is_stored_again(serve, baseline, short_tmp):
+    """A server that has lost everything gets the state that the engine resumes from."""
+    server = serve()
+    tokens = SHELF[0]
+    (right,) = baseline(MODEL, tokens, **OPTIONS)
+    with running(server) as first:
+        first.run(tokens)
+        assert server.status().memory.objects
+        first.scheduler_connector.reset_cache()
+        assert not server.status().memory.objects
+        (answer,) = first.run(tokens)
+        assert (answer.tokens, answer.cached) == (right, 192)
+    with running(server) as second:
+        (answer,) = second.run(tokens)
+    assert (answer.tokens, answer.cached) == (right, 192)
+
+
+@pytest.mark.parametrize("chunk_size", [BLOCK, 2 * CHUNK])
+def test_chunks_of_one_block_and_of_four(chunk_size, serve, baseline):
+    server = serve(chunk_size=chunk_size)
+    prompts = SHELF[:6]
+    right = baseline(MODEL, *SHELF, **OPTIONS)
+    for _ in range(2):
+        with running(server) as each:
+            answers = each.run(*prompts)
+        assert [answer.tokens for answer in answers] == right[: len(prompts)]
+    found = [(len(tokens) - 1) // chunk_size * chunk_size for tokens in prompts]
+    assert [answer.cached for answer in answers] == found
+
+
+def test_without_prefix_caching_there_is_no_state_to_cache(server):
+    from vllm.distributed import cleanup_dist_env_and_memory
+
+    from kvwire.errors import LayoutUnsupported
+
+    try:
+        with (
+            pytest.raises(LayoutUnsupported, match="--enable-prefix-caching"),
+            running(server, enable_prefix_caching=False),
+        ):
+            pass
+    finally:
+        cleanup_dist_env_and_memory()
