@@ -174,7 +174,6 @@ class Engine:
             model=model if "/" in model else model_path(model),
             enforce_eager=True,
             skip_tokenizer_init=True,
-            disable_log_stats=True,
             seed=0,
             kv_transfer_config=KVTransferConfig(**transfer) if transfer else None,
             **{
@@ -185,6 +184,7 @@ class Engine:
                 "max_num_batched_tokens": 512,
                 "kv_cache_memory_bytes": 32 << 20,
                 "enable_prefix_caching": False,
+                "disable_log_stats": True,
                 **options,
             },
         )
