@@ -1,0 +1,122 @@
+"""What users ask for: per request, at the end of one, of a whole conversation, and of the cache."""
+
+from __future__ import annotations
+
+from e2e.harness import BLOCK, CHUNK, NUM_TOKENS, engine, prompt
+
+FRESH = iter(range(1000, 2000))
+
+
+def fresh(num_tokens):
+    """A prompt that no test has asked before."""
+    return prompt(num_tokens, seed=next(FRESH))
+
+
+def ask(running, *prompts, num_tokens=NUM_TOKENS, **params):
+    """The raw outputs, and what each says of kvwire."""
+    from vllm import SamplingParams
+
+    given = {"kv_transfer_params": {f"kvwire.{name}": value for name, value in params.items()}}
+    sampling = SamplingParams(
+        temperature=0, max_tokens=num_tokens, ignore_eos=True, detokenize=False, extra_args=given
+    )
+    outputs = running._llm.generate(
+        [{"prompt_token_ids": tokens} for tokens in prompts], sampling, use_tqdm=False
+    )
+    running.settle()
+    return outputs
+
+
+def told(output):
+    return output.kv_transfer_params["kvwire"]
+
+
+def metrics(running):
+    found = {}
+    for metric in running._llm.get_metrics():
+        if metric.name.startswith("vllm:kvwire_"):
+            found[metric.name.removeprefix("vllm:kvwire_")] = getattr(metric, "value", None) or getattr(
+                metric, "count", 0
+            )
+    return found
+
+
+def test_requests_engines_and_the_cache_do_as_they_are_told(server, caplog):
+    with engine("llama", server, disable_log_stats=False) as running:
+        requests_say_what_they_want(running, server, caplog)
+        generated_tokens_are_found_in_the_next_turn(running)
+        a_reset_reaches_the_server(running, server)
+        the_engine_counts(running)
+        assert running.run(fresh(40))[0].cached == 0
+        server.assert_at_rest()
+
+
+def requests_say_what_they_want(running, server, caplog):
+    tokens = fresh(200)
+    (first,) = ask(running, tokens, stats=True)
+    assert told(first) == {
+        "prompt_tokens": 200,
+        "engine_cached_tokens": 0,
+        "found_tokens": 0,
+        "loaded_tokens": 0,
+        "stored_tokens": 192,
+        "reason": "nothing found",
+    }
+    (again,) = ask(running, tokens, stats=True)
+    assert (told(again)["loaded_tokens"], told(again)["reason"]) == (192, "")
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+    (silent,) = ask(running, tokens)
+    assert silent.kv_transfer_params is None
+    (off,) = ask(running, tokens, load=False, stats=True)
+    assert (off.num_cached_tokens, told(off)["reason"]) == (0, "switched off by the request")
+    (limited,) = ask(running, tokens, max_hit_tokens=CHUNK + 1, stats=True)
+    assert limited.num_cached_tokens == told(limited)["loaded_tokens"] == CHUNK
+    other = fresh(200)
+    (unstored,) = ask(running, other, store=False, stats=True)
+    assert told(unstored)["stored_tokens"] == 0
+    assert ask(running, other)[0].num_cached_tokens == 0
+    (wrong,) = ask(running, tokens, laod=False, max_hit_tokens="all", stats=True)
+    assert told(wrong)["loaded_tokens"] == 192
+    (warning,) = [record.getMessage() for record in caplog.records if "kv_transfer_params" in record.msg]
+    assert "kvwire.laod" in warning
+    assert "kvwire.max_hit_tokens" in warning
+
+
+def generated_tokens_are_found_in_the_next_turn(running):
+    """A turn of 3 x 32 generated tokens, then a second one that begins with all of the first."""
+    for save, found in ((False, CHUNK), (True, 3 * CHUNK)):
+        tokens = fresh(100)
+        (turn,) = ask(running, tokens, num_tokens=100, save_decode=save)
+        following = [*tokens, *turn.outputs[0].token_ids, *fresh(30)]
+        (second,) = ask(running, following, stats=True)
+        assert second.num_cached_tokens == told(second)["loaded_tokens"] == found
+        (right,) = ask(running, following, load=False)
+        assert right.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def a_reset_reaches_the_server(running, server):
+    tokens = fresh(200)
+    ask(running, tokens)
+    assert server.status().memory.chunks > 0
+    assert running._llm.reset_prefix_cache(reset_connector=True)
+    assert server.status().memory.chunks == 0
+    assert ask(running, tokens)[0].num_cached_tokens == 0
+    (right,) = ask(running, tokens)
+    assert right.num_cached_tokens == 192
+    server.pause()
+    try:
+        assert not running._llm.reset_prefix_cache(reset_connector=True)
+    finally:
+        server.resume()
+    assert ask(running, tokens)[0].outputs[0].token_ids == right.outputs[0].token_ids
+
+
+def the_engine_counts(running):
+    found = metrics(running)
+    assert found["lookups"] > 10
+    assert found["lookup_asked_tokens"] > found["lookup_hit_tokens"] >= found["loaded_tokens"] > 5 * 192
+    assert found["loaded_bytes"] == found["loaded_tokens"] // BLOCK * 16384 * 2
+    assert found["stored_bytes"] > 0
+    assert found["loads"] == found["load_seconds"]
+    assert found["lookup_seconds"] >= found["lookups"]
+    assert found["failed_loads"] == 0
