@@ -1,8 +1,9 @@
-"""`kvwire bench control` and `kvwire bench transfer`."""
+"""`kvwire bench control`, `kvwire bench transfer` and `kvwire bench engine`."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from pathlib import Path  # noqa: TC003  cyclopts evaluates the annotations
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -11,13 +12,19 @@ from kvwire.cli.bench import report
 from kvwire.cli.flags import command_app
 from kvwire.errors import ConfigError
 
-TEXT = """Measure calls against a bare gRPC echo, and data paths against memcpy.
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.cli.bench.engine_lmcache import LmCache
+
+TEXT = """Measure calls against a bare gRPC echo, data paths against memcpy, engines with and without kvwire.
 
 Each benchmark starts its own server process and its own yardstick, and reports ratios of one run: absolute
 times are noise on a machine that does other work.
 
   kvwire bench control
-  kvwire bench transfer --path shm --json"""
+  kvwire bench transfer --path shm --json
+  kvwire bench engine --with-lmcache"""
 CONTROL_TEXT = """Ping and lookups against a bare grpc.aio echo of 64 bytes, over a socket file.
 
   kvwire bench control
@@ -38,11 +45,26 @@ shuffled blocks of one process. What is measured is what a user gets from kvwire
 comes back is compared. The path ucx-remote runs over TCP on loopback and is also compared with a raw
 socket. At 1 GiB it takes about 4 GiB of memory."""
 
+ENGINE_TEXT = """Real vLLM engines with kvwire, without a connector, and with LMCache's.
+
+  kvwire bench engine
+  kvwire bench engine --with-lmcache --json
+  kvwire bench engine --model llama --overlap
+  kvwire bench engine --model tiny --quick
+
+Reported: the time to the first token of a prompt whose chunks are cached over the time without kvwire, and
+over the time with LMCache's connector; engine steps per second while kvwire has nothing to do over those of
+an engine without it. All engines live at once and take turns, each ratio is of one round, and the medians
+count. The models: gemma, the demo's Gemma 3 270M (two KV groups); llama and tiny, which have random weights;
+or a folder. float32, on a CPU. LMCache runs in an environment of its own and is left out without one."""
+
 command = command_app("bench", TEXT)
 control_app = command_app("control", CONTROL_TEXT)
 transfer_app = command_app("transfer", TRANSFER_TEXT)
 command.command(control_app)
 command.command(transfer_app)
+engine_app = command_app("engine", ENGINE_TEXT)
+command.command(engine_app)
 
 SEVERAL: dict[str, Any] = {"negative_iterable": (), "show_default": False}
 Json = Annotated[bool, Parameter(help="Print one JSON object, for programs.", negative=())]
@@ -101,6 +123,67 @@ def transfer(
     else:
         report.print_transfer(found)
     return 0
+
+
+@engine_app.default
+def engine(
+    *,
+    model: Annotated[str, Parameter(help="gemma, llama, tiny, or a model's folder.")] = "gemma",
+    prompt_tokens: Annotated[int, Parameter(help="Length of the reused prompt.")] = 1000,
+    chunk_size: Annotated[int, Parameter(help="Tokens of a chunk, in every cache.")] = 64,
+    path: Annotated[
+        Literal["auto", "shm", "ucx", "inline"], Parameter(help="How kvwire's bytes move.")
+    ] = "auto",
+    rounds: Annotated[int, Parameter(help="Rounds of each measurement. 0: 12, or 2 with --quick.")] = 0,
+    threads: Annotated[int, Parameter(help="Threads of each engine's kernels.")] = 1,
+    overlap: Annotated[
+        bool, Parameter(help="Also measure kvwire.overlap, layer by layer.", negative=())
+    ] = False,
+    lmcache_python: Annotated[
+        Path | None,
+        Parameter(help="Interpreter of an environment with vLLM and LMCache.", show_default=False),
+    ] = None,
+    with_lmcache: Annotated[
+        bool, Parameter(help="Set such an environment up in the cache folder, and use it.", negative=())
+    ] = False,
+    json: Json = False,
+    quick: Quick = False,
+) -> int:
+    from kvwire.cli.bench import engine as bench
+
+    with report.progress("kvwire bench engine") as tell:
+        lmcache, why_not = neighbour(lmcache_python, with_lmcache, tell)
+        plan = bench.Plan(
+            model=model,
+            prompt_tokens=prompt_tokens,
+            chunk_size=chunk_size,
+            path=path,
+            rounds=rounds or (2 if quick else 12),
+            threads=threads,
+            overlap=overlap,
+            lmcache=lmcache,
+            no_lmcache=why_not,
+        )
+        found = bench.run(plan, tell)
+    if json:
+        render.print_json(found)
+    else:
+        report.print_engine(found)
+    return 0
+
+
+def neighbour(python: Path | None, make: bool, tell: Callable[[str], None]) -> tuple[LmCache | None, str]:
+    """LMCache, or why it is left out. What was asked for by its place must be there."""
+    from kvwire.cli.bench import engine_lmcache
+
+    if python is not None:
+        return engine_lmcache.LmCache.at(python), ""
+    if not make:
+        return None, "no environment with LMCache was named; --with-lmcache makes one"
+    try:
+        return engine_lmcache.set_up(tell), ""
+    except ConfigError as error:
+        return None, str(error)
 
 
 def parsed_size(text: str) -> int:

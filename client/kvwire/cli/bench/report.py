@@ -57,6 +57,23 @@ def print_transfer(found: dict[str, Any]) -> None:
     render.print_rows((*columns, "#store GB/s", "#retrieve GB/s", "#memcpy GB/s", ""), rows)
 
 
+def print_engine(found: dict[str, Any]) -> None:
+    base, reused = found["ttft_ms"]["without"], found["reused_tokens"]
+    rows = [
+        (name, reused[name], ms, f"{ms / base:.2f}", found["steps_per_s"][name])
+        for name, ms in found["ttft_ms"].items()
+    ]
+    title = f"{found['model']}, a prompt of {found['prompt_tokens']:,} tokens, medians"
+    columns = ("engine", "#tokens reused", "#first token ms", "#vs without", "#idle steps/s")
+    render.print_rows(columns, rows, title=title)
+    ratios = [
+        (name.replace("_", " "), f"{value:.3f}" if value is not None else f"- ({found['skipped'][name]})")
+        for name, value in found.items()
+        if "_vs_" in name
+    ]
+    render.print_rows(("median ratio of a round", ""), ratios, title="\n")
+
+
 def plot_transfer(found: dict[str, Any], file: str) -> None:
     """Bars of GB/s by path and size."""
     try:
