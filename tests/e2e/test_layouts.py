@@ -49,13 +49,14 @@ def cache_config(*specs, layout="LBHNC"):
     return KVCacheConfig(100, [], groups, kv_cache_layout=layout)
 
 
-def engine_config(*, model=None, scheduler=None, **parallel):
+def engine_config(*, model=None, scheduler=None, kv_dtype="auto", **parallel):
     sizes = {
         "world_size": 1,
         "tensor_parallel_size": 1,
         "pipeline_parallel_size": 1,
         "prefill_context_parallel_size": 1,
         "decode_context_parallel_size": 1,
+        "rank": 0,
     }
     architecture = SimpleNamespace(to_dict=lambda: {"layers": 2, "transformers_version": "1"})
     described = {
@@ -67,10 +68,11 @@ def engine_config(*, model=None, scheduler=None, **parallel):
         "use_mla": False,
         "hf_config": architecture,
         "hf_text_config": architecture,
+        "get_total_num_hidden_layers": lambda: 4,
     }
     return SimpleNamespace(
         model_config=SimpleNamespace(**{**described, **(model or {})}),
-        cache_config=SimpleNamespace(cache_dtype="auto"),
+        cache_config=SimpleNamespace(cache_dtype=kv_dtype),
         parallel_config=SimpleNamespace(**{**sizes, **parallel}),
         scheduler_config=SimpleNamespace(**{"enable_chunked_prefill": True, **(scheduler or {})}),
     )
@@ -135,6 +137,75 @@ def test_layers_of_different_sizes():
     assert layout.kv_layout(64).groups[0].num_layers == 1
 
 
+def test_the_scheduler_is_told_of_one_of_several_sizes():
+    """vLLM's scheduler knows one layer's specification; where the layers lie tells it the size of all."""
+    from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
+    from vllm.v1.kv_cache_interface import KVCacheTensor
+
+    workers = cache_config(several(a=attention(), b=attention(num_kv_heads=4), c=attention()))
+    page = attention().page_size_bytes
+    workers.kv_cache_tensors = [
+        KVCacheTensor(0, ["a", "c"], layer_stride=100 * page, block_stride=page),
+        KVCacheTensor(0, ["b"], layer_stride=200 * page, block_stride=2 * page),
+    ]
+    schedulers = generate_scheduler_kv_cache_config([workers])
+    layouts = [read_layout(engine_config(), each) for each in (workers, schedulers)]
+    assert layouts[0] == layouts[1]
+    assert layouts[0].groups[0].page_bytes == (page, 2 * page, page)
+    assert namespace(cache=workers) == namespace(cache=schedulers)
+
+
+def test_replicated_latent_attention_is_one_shard():
+    """Every tensor parallel rank holds the same bytes of a latent cache: four workers, one shard."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    spec = MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1
+    )
+    config = cache_config(spec)
+    config.kv_tp_replicas = kv_cache_groups_tp_replicas(config.kv_cache_groups, 4)
+    layout = read_layout(engine_config(world_size=4, tensor_parallel_size=4), config)
+    assert layout.groups[0].kind is GroupKind.FULL_ATTENTION
+    assert [layout.kv_rank(rank) for rank in range(4)] == [0, 0, 0, 0]
+    assert (layout.world_size, layout.kv_layout(64).world_size) == (4, 1)
+
+
+def test_decode_context_parallelism_makes_shards_of_latent_attention():
+    """Then each rank has other tokens of a block."""
+    import torch
+    from vllm.v1.core.kv_cache_utils import kv_cache_groups_tp_replicas
+    from vllm.v1.kv_cache_interface import MLAAttentionSpec
+
+    spec = MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, max_tp_shards=1
+    )
+    config = cache_config(spec)
+    config.kv_tp_replicas = kv_cache_groups_tp_replicas(config.kv_cache_groups, 4, 4)
+    parallel = {"world_size": 4, "tensor_parallel_size": 4, "decode_context_parallel_size": 4}
+    layout = read_layout(engine_config(**parallel), config)
+    assert layout.kv_layout(4 * BLOCK).world_size == 4
+    assert layout.alignment == 4 * BLOCK
+
+
+def test_stages_of_a_pipeline_are_ranks():
+    """Five layers: three in the first stage, two in the second. To the server both shards have three."""
+    stages = {"world_size": 2, "pipeline_parallel_size": 2}
+    layers = {"get_total_num_hidden_layers": lambda: 5}
+    first = several(a=attention(), b=attention(), c=attention())
+    second = several(d=attention(), e=attention())
+    configs = [engine_config(model=layers, rank=rank, **stages) for rank in (0, 1)]
+    caches = [cache_config(first), cache_config(second)]
+    layouts = [read_layout(config, cache) for config, cache in zip(configs, caches, strict=True)]
+    assert [layout.groups[0].layer_names for layout in layouts] == [("a", "b", "c"), ("d", "e", "e")]
+    assert layouts[0].kv_layout(64) == layouts[1].kv_layout(64)
+    assert layouts[0].kv_layout(64).world_size == 2
+    spaces = [namespace(config, cache) for config, cache in zip(configs, caches, strict=True)]
+    assert spaces[0] == spaces[1]
+    assert spaces[0] != namespace(cache=caches[0])
+
+
 def test_scratch_groups_are_left_out():
     layout = read_layout(engine_config(), cache_config(attention("CircularBufferSpec"), attention()))
     (group,) = layout.groups
@@ -154,7 +225,8 @@ def test_blocks_first():
         (lambda: [attention("CrossAttentionSpec")], {}, "cross_attention"),
         (lambda: [attention("EncoderOnlyAttentionSpec")], {}, "encoder_only"),
         (lambda: [attention("CircularBufferSpec")], {}, "none of its KV cache groups"),
-        (lambda: [attention()], {"pipeline_parallel_size": 2}, "pipeline"),
+        (lambda: [attention(), attention()], {"pipeline_parallel_size": 2}, "pipeline"),
+        (lambda: [attention()], {"pipeline_parallel_size": 3}, "pipeline"),
         (lambda: [attention()], {"prefill_context_parallel_size": 2}, "prefill context"),
         (lambda: [attention()], {"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
         (
@@ -181,6 +253,8 @@ def namespace(config=None, cache=None, **settings):
 
 
 def test_what_changes_the_bytes_changes_the_namespace():
+    import torch
+
     spaces = {
         namespace(),
         namespace(cache=cache_config(attention(), layout="LBNHC")),
@@ -191,10 +265,23 @@ def test_what_changes_the_bytes_changes_the_namespace():
         namespace(engine_config(model={"quantization": "fp8"})),
         namespace(engine_config(model={"revision": "v2"})),
         namespace(model="other"),
+        namespace(cache=cache_config(recurrent(), attention())),
+        namespace(cache=cache_config(recurrent(dtypes=(torch.float16, torch.float32)), attention())),
+        namespace(engine_config(kv_dtype="fp8_e4m3")),
+        namespace(engine_config(kv_dtype="fp8_e5m2")),
     }
-    assert len(spaces) == 9
+    assert len(spaces) == 13
     assert namespace() in spaces
     assert namespace().kv_dtype == "bfloat16"
+
+
+def test_the_instruction_set_is_part_of_the_namespace(monkeypatch):
+    """On a CPU the inside of a block is packed for it."""
+    import torch
+
+    here = namespace()
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "ANOTHER")
+    assert namespace() != here
 
 
 def test_a_path_that_is_too_long_for_a_name_is_a_name_all_the_same():

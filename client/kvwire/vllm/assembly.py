@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvwire import telemetry
@@ -12,6 +13,7 @@ from kvwire.client.channel import TlsConfig
 from kvwire.errors import ConfigError, MissingExtra
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from kvwire.vllm.adapters_transfer import Kind
+from kvwire.vllm.autostart import default_folder, ensure_server
 from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
@@ -23,7 +25,7 @@ from kvwire.vllm.views import group_views
 from kvwire.vllm.worker import WorkerSide
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Mapping, Sequence
 
     from kvwire.keys import Namespace
     from kvwire.vllm.layout import EngineLayout
@@ -51,11 +53,18 @@ class Engine:
         _trace_like_the_engine(config, vllm_config)
         layout = read_layout(vllm_config, kv_cache_config)
         namespace = engine_namespace(config, vllm_config, kv_cache_config, layout)
-        shares = _shares(config.addresses, vllm_config.parallel_config, layout.world_size)
+        shares = _shares(config.addresses, vllm_config.parallel_config, layout.num_shards)
         return cls(config, layout, namespace, str(transfer.engine_id), transfer, shares)
 
-    def share_of(self, rank: int) -> Share:
-        return next(share for share in self.shares if rank in share.ranks)
+    def share_of(self, kv_rank: int) -> Share:
+        return next(share for share in self.shares if kv_rank in share.ranks)
+
+    def start_servers(self, shares: Sequence[Share]) -> None:
+        """Where the configuration asks for it, and none is there."""
+        if self.config.autostart:
+            folder = Path(self.config.autostart_folder or default_folder())
+            for share in shares:
+                ensure_server(share.address, self.config.server_flags(), folder)
 
     def adapter_options(self, part: str, share: Share | None = None) -> dict[str, Any]:
         """For an adapter of the whole engine, or of one server's share."""
@@ -131,6 +140,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
     tally = Tally()
+    engine.start_servers(engine.shares)
     adapter = _scheduler_adapter(engine, tally)
     side = SchedulerSide(
         engine.layout,
@@ -158,7 +168,7 @@ def _scheduler_adapter(engine: Engine, tally: Tally) -> SchedulerAdapter | Sprea
     if len(engine.shares) > 1:
         return SpreadSchedulerAdapter(engine.shares, model, block_size, **options)
     return SchedulerAdapter(
-        engine.shares[0].address, None, model, engine.layout.world_size, 0, block_size, **options
+        engine.shares[0].address, None, model, engine.layout.num_shards, 0, block_size, **options
     )
 
 
@@ -166,14 +176,16 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
     _log_like_the_engine()
     engine = Engine.read(vllm_config, kv_cache_config)
     rank = vllm_config.parallel_config.rank
-    share = engine.share_of(rank)
+    kv_rank = engine.layout.kv_rank(rank)
+    share = engine.share_of(kv_rank)
+    engine.start_servers([share])
     tally = Tally()
     adapter = WorkerAdapter(
         share.address,
         None,
         engine.namespace.model,
         len(share.ranks),
-        share.local_rank(rank),
+        share.local_rank(kv_rank),
         engine.layout.alignment,
         data_path=engine.config.data_path,
         copy_threads=engine.config.copy_threads,

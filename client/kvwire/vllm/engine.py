@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.client.layout import GroupKind
@@ -9,7 +10,7 @@ from kvwire.errors import LayoutUnsupported
 from kvwire.vllm.layout import CacheGroup, EngineLayout
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
 # In the others a block's bytes do not lie together.
 BLOCK_COMPACT_LAYOUTS: Final = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
@@ -22,24 +23,28 @@ _NO_STATES: Final = (
 def read_layout(vllm_config: Any, kv_cache_config: Any) -> EngineLayout:
     """The cacheable groups of an engine. Raises LayoutUnsupported, saying why, for one to refuse."""
     _check_engine(vllm_config, kv_cache_config)
+    layout = str(kv_cache_config.kv_cache_layout or BLOCK_COMPACT_LAYOUTS[0])
+    pages = _placed_pages(kv_cache_config, layout.startswith("B"))
     groups = tuple(
-        read_group(vllm_config, index, kv_cache_config.kv_cache_groups[index])
+        read_group(vllm_config, index, kv_cache_config.kv_cache_groups[index], pages)
         for index in kv_cache_config.prefix_cacheable_group_ids
     )
     if not groups:
         raise _unsupported("none of its KV cache groups can be cached")
-    layout = str(kv_cache_config.kv_cache_layout or BLOCK_COMPACT_LAYOUTS[0])
+    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+        groups = (as_stage(vllm_config, groups),)
     return EngineLayout(
         groups=groups,
         num_engine_groups=len(kv_cache_config.kv_cache_groups),
         num_blocks=kv_cache_config.num_blocks,
         world_size=vllm_config.parallel_config.world_size,
         block_major=layout.startswith("B"),
+        replicas=getattr(kv_cache_config, "kv_tp_replicas", 1),
     )
 
 
-def read_group(vllm_config: Any, index: int, group: Any) -> CacheGroup:
-    """One KV cache group of the engine."""
+def read_group(vllm_config: Any, index: int, group: Any, pages: Mapping[str, int]) -> CacheGroup:
+    """One KV cache group of the engine. `pages` are the sizes of pages as far as they are known by layer."""
     if getattr(group, "host_resident", False):
         raise _unsupported(f"KV cache group {index} lives in host memory")
     specs = _layer_specs(group)
@@ -51,7 +56,9 @@ def read_group(vllm_config: Any, index: int, group: Any) -> CacheGroup:
         kind=kind,
         span_tokens=group.kv_cache_spec.block_size * dcp,
         layer_names=tuple(group.layer_names),
-        page_bytes=tuple(_page_bytes(spec) for spec in specs),
+        page_bytes=tuple(
+            _page_bytes(spec, pages.get(name)) for name, spec in zip(group.layer_names, specs, strict=True)
+        ),
         window_tokens=window,
         is_local=bool(getattr(specs[0], "attention_chunk_size", None)) and window > 0,
     )
@@ -63,8 +70,6 @@ def _check_engine(vllm_config: Any, kv_cache_config: Any) -> None:
     if not (current_platform.is_cpu() or current_platform.is_cuda_alike()):
         raise _unsupported(f"there is no way to copy blocks of a {current_platform.device_type} device")
     parallel = vllm_config.parallel_config
-    if getattr(parallel, "pipeline_parallel_size", 1) > 1:
-        raise _unsupported("with pipeline parallelism every stage holds other layers")
     if getattr(parallel, "prefill_context_parallel_size", 1) > 1:
         raise _unsupported("prefill context parallelism spreads the tokens of a block over ranks")
     model = vllm_config.model_config
@@ -120,9 +125,48 @@ def _kind(index: int, group_spec: Any, specs: list[Any]) -> tuple[GroupKind, int
     raise _unsupported(f"KV cache group {index} is of the kind {getattr(kind, 'value', kind)}")
 
 
-def _page_bytes(spec: Any) -> int:
-    # A state is padded to the page of an attention block, often to twice its size.
-    return int(spec.real_page_size_bytes if hasattr(spec, "mamba_cache_mode") else spec.page_size_bytes)
+def _placed_pages(kv_cache_config: Any, block_major: bool) -> dict[str, int]:
+    """The page of every layer, by where the engine puts it.
+
+    The engine's scheduler is told of one specification in a group where its workers may have several.
+    """
+    return {
+        name: tensor.layer_stride if block_major else tensor.block_stride
+        for tensor in kv_cache_config.kv_cache_tensors
+        for name in tensor.layers
+    }
+
+
+def _page_bytes(spec: Any, placed: int | None) -> int:
+    if hasattr(spec, "mamba_cache_mode"):
+        # A state is padded to the page of an attention block, often to twice its size.
+        return int(spec.real_page_size_bytes)
+    return int(placed or spec.page_size_bytes)
+
+
+def as_stage(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> CacheGroup:
+    """The group of one pipeline stage, made as long as that of the longest stage: shards have one size.
+
+    A shorter stage repeats its last layer, which is stored and loaded twice. Raises LayoutUnsupported where
+    the scheduler, which sees the first stage alone, could not know the sizes of the others.
+    """
+    from vllm.distributed.utils import get_pp_indices
+
+    parallel = vllm_config.parallel_config
+    stages = parallel.pipeline_parallel_size
+    total = vllm_config.model_config.get_total_num_hidden_layers()
+    spans = [get_pp_indices(total, stage, stages) for stage in range(stages)]
+    lengths = [end - begin for begin, end in spans]
+    group = groups[0]
+    own = lengths[parallel.rank // parallel.tensor_parallel_size]
+    if len(groups) > 1 or len(set(group.page_bytes)) > 1 or len(group.layer_names) != own:
+        raise _unsupported("its pipeline stages differ in more than the number of equal layers")
+    missing = max(lengths) - own
+    return replace(
+        group,
+        layer_names=group.layer_names + group.layer_names[-1:] * missing,
+        page_bytes=group.page_bytes + group.page_bytes[-1:] * missing,
+    )
 
 
 def _one(index: int, windows: Iterable[int]) -> int:

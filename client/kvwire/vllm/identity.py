@@ -34,6 +34,9 @@ _SPEC_FIELDS: Final = (
     "sliding_window",
     "attention_chunk_size",
     "sink_len",
+    "shapes",
+    "dtypes",
+    "mamba_type",
 )
 
 
@@ -52,7 +55,7 @@ def engine_namespace(
     model = vllm_config.model_config
     dtype = vllm_config.cache_config.cache_dtype
     facts = {
-        **_memory_facts(kv_cache_config, layout),
+        **_memory_facts(kv_cache_config, layout, vllm_config.parallel_config),
         **_parallel_facts(vllm_config.parallel_config),
         **_platform_facts(),
         **_model_facts(model),
@@ -114,7 +117,9 @@ def weights_digest(folder: Path) -> bytes:
     return digest.digest()
 
 
-def _memory_facts(kv_cache_config: Any, layout: EngineLayout) -> dict[str, Any]:
+def _memory_facts(kv_cache_config: Any, layout: EngineLayout, parallel: Any) -> dict[str, Any]:
+    # All stages of a pipeline have one namespace, and the scheduler knows the first one's layers only.
+    in_stages = parallel.pipeline_parallel_size > 1
     return {
         "kv_cache_layout": kv_cache_config.kv_cache_layout,
         "groups": [
@@ -122,7 +127,7 @@ def _memory_facts(kv_cache_config: Any, layout: EngineLayout) -> dict[str, Any]:
                 "kind": group.kind.name,
                 "span": group.span_tokens,
                 "window": group.window_tokens,
-                "layers": group.layer_names,
+                "layers": len(group.layer_names) if in_stages else group.layer_names,
                 "pages": group.page_bytes,
                 "spec": _spec_facts(kv_cache_config.kv_cache_groups[group.engine_index].kv_cache_spec),
             }
@@ -131,22 +136,21 @@ def _memory_facts(kv_cache_config: Any, layout: EngineLayout) -> dict[str, Any]:
     }
 
 
-def _spec_facts(spec: Any) -> list[dict[str, str]]:
+def _spec_facts(spec: Any) -> dict[str, str]:
+    # Where layers of a group differ, the engine's scheduler is told of the first one alone.
     per_layer = getattr(spec, "kv_cache_specs", None)
-    specs = [spec] if per_layer is None else list(per_layer.values())
-    return [
-        {
-            "type": type(each).__name__,
-            **{name: str(getattr(each, name, None)) for name in _SPEC_FIELDS},
-        }
-        for each in specs
-    ]
+    first = spec if per_layer is None else next(iter(per_layer.values()))
+    return {
+        "type": type(first).__name__,
+        **{name: str(getattr(first, name, None)) for name in _SPEC_FIELDS},
+    }
 
 
 def _parallel_facts(parallel: Any) -> dict[str, Any]:
     return {
         "world_size": parallel.world_size,
         "tensor_parallel": parallel.tensor_parallel_size,
+        "pipeline_parallel": parallel.pipeline_parallel_size,
         "decode_context_parallel": parallel.decode_context_parallel_size,
         "interleave": getattr(parallel, "cp_kv_cache_interleave_size", 1),
     }

@@ -66,6 +66,8 @@ class EngineLayout:
     """All cacheable groups of one engine. `alignment`, the lcm of their spans, divides every promise.
 
     `num_engine_groups` counts scratch groups too; `block_major` says that all layers of a block lie together.
+    `world_size` counts the workers, of which `replicas` neighbours hold the same bytes: they share a shard,
+    which the first to come stores and each of them reads by a lease of its own.
     """
 
     groups: tuple[CacheGroup, ...]
@@ -73,6 +75,15 @@ class EngineLayout:
     num_blocks: int
     world_size: int
     block_major: bool
+    replicas: int = 1
+
+    @property
+    def num_shards(self) -> int:
+        return self.world_size // self.replicas
+
+    def kv_rank(self, rank: int) -> int:
+        """The shard that a worker has."""
+        return rank // self.replicas
 
     @property
     def alignment(self) -> int:
@@ -89,7 +100,7 @@ class EngineLayout:
 
     def kv_layout(self, chunk_size: int) -> KvLayout:
         """What a registration says. Raises LayoutUnsupported when the chunk size does not fit."""
-        return KvLayout(tuple(_kv_group(group, chunk_size) for group in self.groups), self.world_size)
+        return KvLayout(tuple(_kv_group(group, chunk_size) for group in self.groups), self.num_shards)
 
 
 @dataclass(frozen=True, slots=True)
