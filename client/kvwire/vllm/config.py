@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+import shlex
 from dataclasses import dataclass, field, fields
 from difflib import get_close_matches
 from pathlib import Path
@@ -19,6 +21,7 @@ T = TypeVar("T")
 PREFIX: Final = "kvwire."
 ADDRESS_ENV: Final = "KVWIRE_ADDRESS"
 DEFAULT_ADDRESS: Final = "127.0.0.1:7470"
+_SIZE: Final = re.compile(r"\d+(\.\d+)?\s*([KMGTkmgt]i?[Bb]?|[Bb])?")
 DATA_PATHS: Final = ("auto", "shm", "ucx", "inline")
 
 
@@ -52,6 +55,18 @@ class ConnectorConfig:
         "Longest wait for a store whose blocks the engine needs; then the store is given up.", 5.0
     )
     shutdown_wait: float = setting("Longest wait for stores in flight when the engine stops.", 5.0)
+    autostart: bool = setting(
+        "Start a server on this host where none answers at the address. It stays when the engine stops.",
+        False,
+    )
+    autostart_l1_size: str = setting("Size of such a server's memory tier, for example 8GiB.", "1GiB")
+    autostart_idle_exit: float = setting(
+        "Seconds without a client after which such a server stops by itself. 0: never.", 3600.0
+    )
+    autostart_flags: str = setting("Further flags of `kvwire server`, as one would type them.", "")
+    autostart_folder: str = setting(
+        "Where lock and log of such a server are. Default: $XDG_RUNTIME_DIR/kvwire, else /tmp/kvwire-UID.", ""
+    )
     otlp_endpoint: str = setting(
         "OTLP/gRPC endpoint for kvwire's own spans. Default: the engine's --otlp-traces-endpoint.", ""
     )
@@ -71,6 +86,16 @@ class ConnectorConfig:
         _check(0 <= self.store_wait <= 600, "store_wait", "is 0 to 600 seconds")
         _check(0 <= self.shutdown_wait <= 600, "shutdown_wait", "is 0 to 600 seconds")
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and kvwire.tls_cert belong together")
+        _check(self.autostart_idle_exit >= 0, "autostart_idle_exit", "is 0 or a number of seconds")
+        _check(bool(_SIZE.fullmatch(self.autostart_l1_size)), "autostart_l1_size", "is a size such as 8GiB")
+        _check(
+            not (self.autostart and self.uses_tls), "autostart", "starts a server without TLS: leave one out"
+        )
+        _check(
+            not self.autostart or all(parse_target(each).is_local for each in self.addresses),
+            "autostart",
+            "starts servers on this host: kvwire.address must be unix:PATH or a loopback address",
+        )
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -86,6 +111,12 @@ class ConnectorConfig:
     def request_defaults(self) -> RequestParams:
         """What holds for a request that says nothing itself."""
         return RequestParams(save_decode=self.save_decode, stats=self.request_stats)
+
+    def server_flags(self) -> list[str]:
+        """Of a server that is started here."""
+        idle = ["--idle-exit", f"{self.autostart_idle_exit:g}s"] if self.autostart_idle_exit else []
+        token = ["--token-file", str(Path(self.token_file).absolute())] if self.token_file else []
+        return ["--l1-size", self.autostart_l1_size, *idle, *token, *shlex.split(self.autostart_flags)]
 
     def token(self) -> str:
         """The bearer token, or an empty string. Raises ConfigError when the file cannot be read."""

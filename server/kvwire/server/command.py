@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Final
 from kvwire.cli import units
 from kvwire.cli.flags import settings_command
 from kvwire.server.config import ServerConfig
+from kvwire.server.idle import IdleWatch
+from kvwire.server.supervisor import every
 from kvwire.server.version import server_version
 from kvwire.telemetry.logging import setup_logging
 from kvwire.telemetry.tracing import setup_tracing
@@ -18,6 +20,7 @@ from kvwire.telemetry.tracing import setup_tracing
 if TYPE_CHECKING:
     from kvwire.server.app import CacheServer
 
+_IDLE_LOOK_S: Final = 5.0
 HELP: Final = """Run a cache server: it keeps the KV cache of prompts for inference engines.
 
   kvwire server --listen unix:/run/kvwire.sock --l1-size 8GiB
@@ -53,11 +56,26 @@ async def serve(config: ServerConfig) -> int:
     # What was made so far lives as long as the server: the collector need not look at it again.
     gc.collect()
     gc.freeze()
+    if config.idle_exit:
+        _watch_idle(server, told)
     say(banner(server))
     await told.wait()
     say("kvwire server: stopping")
     await server.stop()
     return 0
+
+
+def _watch_idle(server: CacheServer, told: asyncio.Event) -> None:
+    """Tell the server to stop once nobody needs it any more."""
+    core = server.core
+    watch = IdleWatch(server.config.idle_exit, core.now())
+
+    def look() -> None:
+        if watch.is_over(len(core.engine.status().registrations), core.now()) and not told.is_set():
+            say(f"kvwire server: no client for {units.exact_duration(server.config.idle_exit)}")
+            told.set()
+
+    core.supervisor.start("idle", every(min(server.config.idle_exit / 4, _IDLE_LOOK_S), look))
 
 
 def say(text: str) -> None:

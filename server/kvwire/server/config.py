@@ -54,6 +54,9 @@ class ServerConfig:
     sweep_interval: float = setting(
         "How often expired leases, sessions and clients are swept.", 1.0, "seconds"
     )
+    idle_exit: float = setting(
+        "Stop when no client has been registered for so long. 0: never.", 0.0, "seconds"
+    )
     drain: float = setting("How long a stopping server waits for calls in flight.", 3.0, "seconds")
 
     max_message: int = setting("Largest gRPC message in either direction.", 16 * MIB, "bytes")
@@ -89,6 +92,7 @@ class ServerConfig:
         _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
         _check(0 <= self.trace_ratio <= 1, "trace_ratio", "must be from 0 to 1")
         _check(self.drain >= 0, "drain", "must not be negative")
+        _check(self.idle_exit >= 0, "idle_exit", "must not be negative")
         for name in (
             "lookup_lease",
             "read_lease",
