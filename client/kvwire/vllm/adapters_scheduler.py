@@ -279,6 +279,10 @@ class SchedulerAdapter:
                 return
         self._end_quietly(request_id)
 
+    def for_events(self) -> tuple[Client, Namespace]:
+        """A client of its own for following what the server stores and removes of this model."""
+        return self._client.clone(), self._namespace
+
     def clear(self, timeout: float) -> int | None:
         """Drop what the server has of this model, for all engines, waiting `timeout` seconds at most.
 

@@ -13,6 +13,7 @@ from kvwire.client.channel import TlsConfig
 from kvwire.errors import ConfigError, MissingExtra
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from kvwire.vllm.adapters_transfer import Kind
+from kvwire.vllm.announce import Announcer, vllm_events
 from kvwire.vllm.autostart import default_folder, ensure_server
 from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
@@ -83,11 +84,28 @@ class Engine:
         }
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class SchedulerParts:
+    """`announcer` is there when the engine publishes KV events."""
+
     adapter: SchedulerAdapter | SpreadSchedulerAdapter
     side: SchedulerSide
+    shares: tuple[Share, ...]
     reset_wait: float
+    announcer: Announcer | None = None
+
+    def announce(self, hash_block_size: int) -> None:
+        """Tell what the servers hold from now on. Blocks are named as the engine does."""
+        one = self.adapter
+        adapters = one.adapters if isinstance(one, SpreadSchedulerAdapter) else [one]
+        self.announcer = Announcer(self.shares, hash_block_size)
+        self.announcer.follow(
+            [each.for_events() for each in adapters], partial(self.side.tally.add, "lost_events")
+        )
+        self.side.naming = self.announcer
+
+    def take_events(self) -> list[Any]:
+        return vllm_events(self.announcer.book) if self.announcer is not None else []
 
     def take_stats(self) -> dict[str, Any] | None:
         self.side.tally.is_usable(self.side.is_usable())
@@ -97,6 +115,8 @@ class SchedulerParts:
         return self.side.reset(self.reset_wait)
 
     def shutdown(self) -> None:
+        if self.announcer is not None:
+            self.announcer.close()
         self.adapter.shutdown()
 
 
@@ -158,7 +178,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         len(engine.layout.groups),
         "" if adapter.is_healthy else f"; not used yet: {adapter.degraded_reason}",
     )
-    return SchedulerParts(adapter, side, engine.config.reset_wait)
+    return SchedulerParts(adapter, side, engine.shares, engine.config.reset_wait)
 
 
 def _scheduler_adapter(engine: Engine, tally: Tally) -> SchedulerAdapter | SpreadSchedulerAdapter:

@@ -92,6 +92,16 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     # The scheduler's side
 
     @contained(_nothing)
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        events = self._vllm_config.kv_events_config
+        if events is not None and events.enable_kv_cache_events:
+            self._of_scheduler.announce(gpu_block_pool.hash_block_size)
+
+    @contained(list)
+    def take_events(self) -> list[Any]:
+        return self._of_scheduler.take_events()
+
+    @contained(_nothing)
     def on_new_request(self, request: Any) -> None:
         self._of_scheduler.side.arrived(request)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 from kvwire import telemetry
 from kvwire.vllm.blocks import given_out
@@ -26,41 +26,13 @@ from kvwire.vllm.tracker import RequestTracker, Stage
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
-    from kvwire.keys import ExtraInput
     from kvwire.vllm.layout import EngineLayout
+    from kvwire.vllm.ports import Lookups, Naming
 
 logger = logging.getLogger(__name__)
 
 _PAUSE: Final = 0.001
 """An engine with nothing to compute steps 19,000 times a second: so long does such a step wait instead."""
-
-
-class Lookups(Protocol):
-    """What this side needs of `SchedulerAdapter`. All return at once, but for the one that waits."""
-
-    @property
-    def is_healthy(self) -> bool: ...
-    @property
-    def degraded_reason(self) -> str: ...
-    @property
-    def chunk_size(self) -> int | None: ...
-    def maybe_submit_lookup_request(
-        self,
-        request_id: str,
-        *,
-        tokens: Sequence[int],
-        adapter: str,
-        adapter_revision: str,
-        salt: str,
-        extra_inputs: Sequence[ExtraInput],
-    ) -> None: ...
-    def check_lookup_result(self, request_id: str) -> int | None: ...
-    def is_lookup_stale(self, request_id: str) -> bool: ...
-    def cleanup_lookup_result(self, request_id: str) -> None: ...
-    def release_lookup(self, request_id: str, first_chunk: int = 0, chunk_count: int = 0) -> None: ...
-    def end_session(self, request_id: str) -> None: ...
-    def wait_for_lookups(self, timeout: float) -> bool: ...
-    def clear(self, timeout: float) -> int | None: ...
 
 
 class SchedulerSide:
@@ -84,6 +56,7 @@ class SchedulerSide:
         self._may_store = stores
         self._early_lookups = early_lookups
         self.tally = tally or Tally()
+        self.naming: Naming | None = None
         self._cut: ChunkCut | None = None
         self._trackers: dict[str, RequestTracker] = {}
         self._unanswered: set[str] = set()
@@ -304,6 +277,11 @@ class SchedulerSide:
         cut = self._chunks()
         if cut is not None and tracker.may_load:
             tracker.next_chunk = tracker.hit // cut.chunk_size
+            self._name(tracker, range(tracker.next_chunk), cut)
+
+    def _name(self, tracker: RequestTracker, chunks: range, cut: ChunkCut) -> None:
+        if self.naming is not None and chunks:
+            self.naming.named(tracker, chunks, cut.chunk_size)
 
     # Loads
 
@@ -411,6 +389,7 @@ class SchedulerSide:
         if plan.chunks.stop * cut.chunk_size > tracker.asked:
             keys = tracker.keys(plan.chunks, cut.chunk_size)
             prompt = Prompt(tracker.session_id, tracker.namespace, keys)
+        self._name(tracker, plan.chunks, cut)
         num_tokens = len(plan.chunks) * cut.chunk_size
         tracker.account.stored += num_tokens
         self.tally.add("stored_tokens", num_tokens)
