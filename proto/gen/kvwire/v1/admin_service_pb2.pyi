@@ -250,6 +250,48 @@ class RegistrationStatus(_message.Message):
 Global___RegistrationStatus: _TypeAlias = RegistrationStatus  # noqa: Y015
 
 @_typing.final
+class RefusedClient(_message.Message):
+    """RefusedClient describes a client that was turned away when it negotiated or
+    registered, and has not registered since. It is listed for ten minutes.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    TIMES_FIELD_NUMBER: _builtins.int
+    IDLE_FIELD_NUMBER: _builtins.int
+    client_name: _builtins.str
+    """client_name is what it calls itself. Empty: not told."""
+    reason: _error_reason_pb2.ErrorReason.ValueType
+    """reason is that of the last refusal."""
+    message: _builtins.str
+    """message is what the client was told, for people."""
+    times: _builtins.int
+    """times is how often it was turned away, at least 1."""
+    @_builtins.property
+    def idle(self) -> _duration_pb2.Duration:
+        """idle is the time since the last refusal."""
+
+    def __init__(
+        self,
+        *,
+        client_name: _builtins.str = ...,
+        reason: _error_reason_pb2.ErrorReason.ValueType = ...,
+        message: _builtins.str = ...,
+        times: _builtins.int = ...,
+        idle: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["idle", b"idle"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "idle", b"idle", "message", b"message", "reason", b"reason", "times", b"times"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RefusedClient: _TypeAlias = RefusedClient  # noqa: Y015
+
+@_typing.final
 class NamespaceStatus(_message.Message):
     """NamespaceStatus describes a registered namespace."""
 
@@ -430,6 +472,7 @@ class GetStatusResponse(_message.Message):
     COUNTERS_FIELD_NUMBER: _builtins.int
     TASKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
+    REFUSED_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """server_version is the version of the program."""
     server_id: _builtins.str
@@ -482,6 +525,10 @@ class GetStatusResponse(_message.Message):
     def tasks(self) -> _containers.RepeatedCompositeFieldContainer[Global___TaskStatus]:
         """tasks lists the supervised background tasks."""
 
+    @_builtins.property
+    def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedClient]:
+        """refused lists clients that this server has turned away lately."""
+
     def __init__(
         self,
         *,
@@ -500,10 +547,11 @@ class GetStatusResponse(_message.Message):
         counters: Global___CacheCounters | None = ...,
         tasks: _abc.Iterable[Global___TaskStatus] | None = ...,
         draining: _builtins.bool = ...,
+        refused: _abc.Iterable[Global___RefusedClient] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_size", b"chunk_size", "counters", b"counters", "header", b"header", "leases", b"leases", "memory", b"memory", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "chunk_size", b"chunk_size", "counters", b"counters", "data_paths", b"data_paths", "draining", b"draining", "header", b"header", "leases", b"leases", "memory", b"memory", "namespaces", b"namespaces", "registrations", b"registrations", "server_id", b"server_id", "server_version", b"server_version", "sessions", b"sessions", "started_at", b"started_at", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "chunk_size", b"chunk_size", "counters", b"counters", "data_paths", b"data_paths", "draining", b"draining", "header", b"header", "leases", b"leases", "memory", b"memory", "namespaces", b"namespaces", "refused", b"refused", "registrations", b"registrations", "server_id", b"server_id", "server_version", b"server_version", "sessions", b"sessions", "started_at", b"started_at", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -135,6 +135,7 @@ class NegotiateChunkSizeRequest(_message.Message):
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
     DIGEST_FUNCTIONS_FIELD_NUMBER: _builtins.int
     PROTOCOL_VERSIONS_FIELD_NUMBER: _builtins.int
+    EXPECTED_CHUNK_SIZE_FIELD_NUMBER: _builtins.int
     required_alignment: _builtins.int
     """required_alignment is the least common multiple of the spans of the cacheable
     KV groups, in tokens. At least 1.
@@ -142,6 +143,11 @@ class NegotiateChunkSizeRequest(_message.Message):
     client_name: _builtins.str
     """client_name tells operators who asked, for example "vllm scheduler host-1". At
     most 256 bytes. Empty: not told.
+    """
+    expected_chunk_size: _builtins.int
+    """expected_chunk_size is the only size that the client can use, in tokens: it
+    has worked with it before, at this server or at another one of its engine. A
+    server that would answer with another size refuses, and binds nothing. 0: any.
     """
     @_builtins.property
     def digest_functions(self) -> _containers.RepeatedScalarFieldContainer[_namespace_pb2.DigestFunction.ValueType]:
@@ -160,10 +166,11 @@ class NegotiateChunkSizeRequest(_message.Message):
         client_name: _builtins.str = ...,
         digest_functions: _abc.Iterable[_namespace_pb2.DigestFunction.ValueType] | None = ...,
         protocol_versions: _abc.Iterable[_builtins.int] | None = ...,
+        expected_chunk_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "digest_functions", b"digest_functions", "protocol_versions", b"protocol_versions", "required_alignment", b"required_alignment"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "digest_functions", b"digest_functions", "expected_chunk_size", b"expected_chunk_size", "protocol_versions", b"protocol_versions", "required_alignment", b"required_alignment"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

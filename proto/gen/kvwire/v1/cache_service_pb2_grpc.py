@@ -159,7 +159,7 @@ class CacheServiceServicer(object):
         INVALID_ARGUMENT (ALIGNMENT_INVALID): required_alignment is 0.
         INVALID_ARGUMENT (ALIGNMENT_TOO_LARGE): the result exceeds the maximum.
         FAILED_PRECONDITION (CHUNK_SIZE_INCOMPATIBLE): the bound size is not a
-        multiple of required_alignment.
+        multiple of required_alignment, or the size is not expected_chunk_size.
         FAILED_PRECONDITION (BINDING_INCOMPLETE): a part of the server has not
         taken over the size; repeat with the same alignment.
         FAILED_PRECONDITION (RESIZE_REFUSED): sessions have started.
