@@ -51,7 +51,7 @@ def _configs():
             num_experts_per_tok=1,
             **_COMMON,
         ),
-        # Three kinds that the connector refuses: recurrent state, latent attention on a CPU.
+        # Recurrent state (gated delta net) in three layers of four.
         "qwen3_next": lambda: Qwen3NextConfig(
             num_hidden_layers=4,
             linear_num_key_heads=1,
@@ -64,6 +64,7 @@ def _configs():
             shared_expert_intermediate_size=64,
             **{**_COMMON, "num_key_value_heads": 4, "head_dim": 256},
         ),
+        # Latent attention, which the connector refuses on a CPU.
         "deepseek": lambda: DeepseekV2Config(
             num_hidden_layers=2,
             kv_lora_rank=512,
