@@ -23,7 +23,6 @@ from support.domain import (
     OBJECT_BYTES,
     Domain,
     layout,
-    recurrent_group,
     states,
     tokens,
     window_group,
@@ -166,6 +165,59 @@ def test_bl26_siblings_are_evicted_together_under_pressure() -> None:
     domain.check()
 
 
+def shared_copy(ranks: int) -> tuple[Domain, int, list[int]]:
+    """Ranks that hold the same bytes have one shard, of which each is a reader. Two chunks are stored, looked
+    up and leased."""
+    domain = Domain(pool=8)
+    scheduler = domain.register(role="scheduler")
+    workers = [domain.register(role="worker", rank=0) for _ in range(ranks)]
+    domain.lookup(scheduler, "w", tokens(2))
+    grants = [domain.begin(worker, "w", 0, 2) for worker in workers]
+    assert [states(grant)[0] for grant in grants] == [SlotState.RESERVED] + [SlotState.BEING_WRITTEN] * (
+        ranks - 1
+    )
+    assert domain.commit(workers[0], grants[0].lease_id).committed == 2
+    domain.engine.end_session(scheduler, ["w"], domain.now)
+    assert domain.lookup(scheduler, "r", tokens(2)).hit_chunks == 2
+    return domain, scheduler, workers
+
+
+@pytest.mark.parametrize("failing", [None, 0, 2])
+def test_bl29_a_shared_copy_stays_until_its_last_reader_has_done(failing: int | None) -> None:
+    domain, scheduler, workers = shared_copy(4)
+    reads = [domain.retrieve(worker, "r", 0, 2) for worker in workers]
+    domain.engine.end_session(scheduler, ["r"], domain.now)
+    order = [failing, *(rank for rank in range(4) if rank != failing)] if failing is not None else range(4)
+    for rank in order:
+        domain.engine.evict_to(0.0)
+        assert domain.used == 2
+        if rank == failing:
+            # Its lease ends with its registration, and takes nobody else's with it.
+            domain.engine.disconnect(workers[rank], domain.now)
+        else:
+            assert domain.end(workers[rank], reads[rank].lease_id)
+            # Given back twice, it is counted and does not become negative.
+            assert not domain.end(workers[rank], reads[rank].lease_id)
+        domain.check()
+    assert all(chunk.pins == 0 for chunk in domain.engine.store.chunks())
+    domain.engine.evict_to(0.0)
+    assert domain.used == 0
+
+
+def test_bl29_readers_come_at_different_times() -> None:
+    """The lookup's lease holds what no rank has asked for yet."""
+    domain, scheduler, workers = shared_copy(4)
+    for worker in workers:
+        domain.engine.evict_to(0.0)
+        grant = domain.retrieve(worker, "r", 0, 2)
+        assert (len(grant.slots), list(grant.missing)) == (2, [])
+        assert domain.end(worker, grant.lease_id)
+    domain.engine.end_session(scheduler, ["r"], domain.now)
+    assert all(chunk.pins == 0 for chunk in domain.engine.store.chunks())
+    domain.engine.evict_to(0.0)
+    assert domain.used == 0
+
+
 @pytest.mark.parametrize("salt", ["s" * 512, "@", "/", "..", "Ω", "a-SEP-b"])
 def test_bl50_long_and_odd_but_legal_identities_work_and_never_meet(domain: Domain, salt: str) -> None:
     client = domain.register(namespace=Namespace("m" * 512))
@@ -276,17 +328,6 @@ def test_bl07_an_image_is_part_of_the_key(domain: Domain) -> None:
     assert domain.lookup(client, "r3", tokens(3)).hit_chunks == 1
     # The same session, asked again with another image, must not reuse the keys that it knows.
     assert domain.lookup(client, "r1", tokens(3), extras=(ExtraInput(b"image 2", CHUNK, 2),)).hit_chunks == 1
-
-
-def test_bl25_recurrent_state_belongs_to_the_boundary_alone() -> None:
-    domain = Domain(kv_layout=layout(1, FULL, recurrent_group()))
-    client = domain.register()
-    domain.lookup(client, "w", tokens(4))
-    # State is stored at the second boundary only.
-    grant = domain.begin(client, "w", 0, 4, (ObjectRange(0, 0, 4), ObjectRange(1, 1, 1)))
-    assert domain.commit(client, grant.lease_id).committed == 5
-    assert domain.hit(tokens(4)) == 2
-    assert domain.hit(tokens(1)) == 0
 
 
 def test_an_unknown_policy_never_starts() -> None:
