@@ -1,4 +1,4 @@
-"""Groups of recurrent state: a boundary needs the one in its last chunk, and chunks without any are normal."""
+"""Groups of recurrent state: a boundary needs the one in its last chunk, and other chunks need none."""
 
 from __future__ import annotations
 
