@@ -21,6 +21,7 @@ from kvwire.server.engine import CacheEngine
 from kvwire.server.eventlog import EventLog, StoreEvents
 from kvwire.server.guard import BearerAuth, Guard
 from kvwire.server.http import HttpServer, server_routes
+from kvwire.server.leases import MAX_LEASE_ID
 from kvwire.server.metrics import RpcMetrics, ServerState, server_registry
 from kvwire.server.reflection import add_reflection
 from kvwire.server.sealing import Sealer
@@ -193,6 +194,7 @@ def _engine_config(config: ServerConfig) -> EngineConfig:
         registration_ttl=config.registration_ttl,
         max_sessions=config.max_sessions,
         max_registrations=config.max_registrations,
+        first_lease=1 + secrets.randbelow(MAX_LEASE_ID),
     )
 
 

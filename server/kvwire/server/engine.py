@@ -86,7 +86,7 @@ class CacheEngine:
     ) -> None:
         config = config or EngineConfig()
         registrations = Registrations(config.max_registrations)
-        leases = LeaseTable()
+        leases = LeaseTable(config.first_lease)
         counters = EngineCounters()
         self._state = EngineState(
             config=config,

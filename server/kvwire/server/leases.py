@@ -62,13 +62,14 @@ L = TypeVar("L", LookupLease, ReadLease, WriteLease)
 
 
 class LeaseTable:
-    """Live leases by id. Ids count up from 1 and are never used twice in an incarnation."""
+    """Live leases by id. Ids count up from `first`, and round, and are never used twice in an incarnation."""
 
-    def __init__(self) -> None:
+    def __init__(self, first: int = 1) -> None:
         self._live: dict[int, Lease] = {}
         self._by_owner: dict[int, dict[int, Lease]] = {}
         self._deadlines: list[tuple[float, int]] = []
-        self._last_id = 0
+        self._first = first
+        self._given = 0
         self.counts = dict.fromkeys(LeaseKind, 0)
 
     def __len__(self) -> int:
@@ -80,14 +81,14 @@ class LeaseTable:
     @property
     def next_id(self) -> int:
         """The id that the next lease must have. Raises Internal when none is left."""
-        if self._last_id >= MAX_LEASE_ID:
+        if self._given >= MAX_LEASE_ID:
             raise Internal("The server has used up its lease ids: restart it.")
-        return self._last_id + 1
+        return (self._first - 1 + self._given) % MAX_LEASE_ID + 1
 
     def add(self, lease: Lease) -> None:
-        if lease.id != self._last_id + 1:
+        if lease.id != self.next_id:
             raise RuntimeError(f"lease {lease.id} is out of turn")
-        self._last_id = lease.id
+        self._given += 1
         self._live[lease.id] = lease
         self._by_owner.setdefault(lease.owner.id, {})[lease.id] = lease
         self.counts[lease.kind] += 1
@@ -100,7 +101,8 @@ class LeaseTable:
 
     def missing(self, lease_id: int) -> KvwireError:
         """Why a client does not have this lease."""
-        if 0 < lease_id <= self._last_id and lease_id not in self._live:
+        was_given = 0 < lease_id <= MAX_LEASE_ID and (lease_id - self._first) % MAX_LEASE_ID < self._given
+        if was_given and lease_id not in self._live:
             return LeaseLost(f"Lease {lease_id} has ended before.", lease_id=lease_id)
         return LeaseUnknown(f"Lease {lease_id} is not one of this client's.", lease_id=lease_id)
 

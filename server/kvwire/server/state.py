@@ -17,7 +17,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """Times in seconds. A lookup hashes `slice_chunks` chunks between two chances for others to run."""
+    """Times in seconds. A lookup hashes `slice_chunks` chunks between two chances for others to run.
+
+    `first_lease` is the id of the first lease. Messages of two servers, and of a server before and after a
+    restart, meet in one client: they are told apart by lease ids, so each run begins elsewhere.
+    """
 
     lookup_ttl: float = 60.0
     read_ttl: float = 30.0
@@ -27,6 +31,7 @@ class EngineConfig:
     max_sessions: int = 65536
     max_registrations: int = 1024
     slice_chunks: int = 128
+    first_lease: int = 1
 
 
 @dataclass(slots=True, eq=False)

@@ -18,7 +18,7 @@ from kvwire.errors import (
 )
 from kvwire.keys import Namespace
 from kvwire.server.engine import CacheEngine, make_store
-from kvwire.server.leases import MAX_LEASE_ID
+from kvwire.server.leases import MAX_LEASE_ID, WriteLease
 from kvwire.server.messages import ClientInfo, EndReason, LeaseKind, Prompt, SlotState
 from kvwire.server.state import EngineConfig
 from support.domain import CHUNK, NAMESPACE, OBJECT_BYTES, Domain, layout, states, tokens
@@ -300,10 +300,26 @@ def test_lease_ids_are_never_used_twice_and_run_out_cleanly(domain: Domain) -> N
     ids = [begin(domain, client, seed=seed) for seed in range(3)]
     assert ids == [1, 2, 3]
     leases = domain.engine._state.leases
-    leases._last_id = MAX_LEASE_ID
+    leases._given = MAX_LEASE_ID
     domain.lookup(client, "r", tokens(1, seed=9))
     with pytest.raises(Internal, match="restart"):
         domain.begin(client, "r", 0, 1)
+    domain.check()
+
+
+def test_lease_ids_go_round_from_wherever_they_begin(domain: Domain) -> None:
+    client = domain.register()
+    leases = domain.engine._state.leases
+    leases._first = MAX_LEASE_ID - 1
+    ids = [begin(domain, client, seed=seed) for seed in range(3)]
+    assert ids == [MAX_LEASE_ID - 1, MAX_LEASE_ID, 1]
+    owner = leases._live[1].owner
+    assert domain.engine.abort_store(client, [1], domain.now) == (2,)
+    assert isinstance(leases.missing(1), LeaseLost)
+    assert [type(leases.missing(never)) for never in (0, 2, MAX_LEASE_ID - 2, MAX_LEASE_ID + 1)] == [
+        LeaseUnknown
+    ] * 4
+    assert leases.get(MAX_LEASE_ID, WriteLease, owner)
     domain.check()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING, Final
@@ -50,7 +51,8 @@ class UcxPath:
         self._starting = asyncio.Lock()
         self._plane: UcxServerPlane | None = None
         self._clients: dict[int, _Client] = {}
-        self._probes = count(1)
+        # Elsewhere in each run, as lease ids: a client may have two servers.
+        self._probes = count(1 + secrets.randbelow(tags.MAX_LEASE // 2))
 
     @property
     def name(self) -> str:
