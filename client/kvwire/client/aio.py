@@ -91,8 +91,10 @@ class AsyncClient:
 
     # What follows is the contract, in its order.
 
-    async def negotiate(self, required_alignment: int, *, timeout: float | None = None) -> types.Negotiated:
-        call = calls.negotiate(required_alignment, self.client_name)
+    async def negotiate(
+        self, required_alignment: int, *, expected: int = 0, timeout: float | None = None
+    ) -> types.Negotiated:
+        call = calls.negotiate(required_alignment, self.client_name, expected)
         return self.state.negotiated_with(await self._send(call, timeout))
 
     async def register(self, what: types.Registration, *, timeout: float | None = None) -> types.Registered:

@@ -50,7 +50,7 @@ def namespace_message(namespace: Namespace) -> namespace_pb2.Namespace:
     )
 
 
-def negotiate(required_alignment: int, client_name: str) -> Call[types.Negotiated]:
+def negotiate(required_alignment: int, client_name: str, expected: int = 0) -> Call[types.Negotiated]:
     def parse(reply: pb.NegotiateChunkSizeResponse, _sent: float) -> types.Negotiated:
         # The server is not trusted with what every address in the engine's cache depends on.
         if reply.chunk_size < 1 or reply.chunk_size % required_alignment:
@@ -75,6 +75,7 @@ def negotiate(required_alignment: int, client_name: str) -> Call[types.Negotiate
     request = pb.NegotiateChunkSizeRequest(
         required_alignment=required_alignment,
         client_name=client_name,
+        expected_chunk_size=expected,
         digest_functions=[namespace_pb2.DIGEST_FUNCTION_SHA256],
         protocol_versions=[PROTOCOL_VERSION],
     )

@@ -96,9 +96,15 @@ class Client:
 
     # What follows is the contract, in its order.
 
-    def negotiate(self, required_alignment: int, *, timeout: float | None = None) -> types.Negotiated:
-        """The server's chunk size, fixed by the first client for the life of the server."""
-        call = calls.negotiate(required_alignment, self.client_name)
+    def negotiate(
+        self, required_alignment: int, *, expected: int = 0, timeout: float | None = None
+    ) -> types.Negotiated:
+        """The server's chunk size, fixed by the first client for the life of the server.
+
+        `expected` is the only size that the caller can use, 0 for any: a server with another one refuses and
+        binds nothing. One of an older version answers with its size.
+        """
+        call = calls.negotiate(required_alignment, self.client_name, expected)
         return self.state.negotiated_with(self._send(call, timeout))
 
     def register(self, what: types.Registration, *, timeout: float | None = None) -> types.Registered:

@@ -275,7 +275,7 @@ class Link:
             before, self._attach = self._attach, None
             if before is not None:
                 before.cancel()
-            negotiated = self.client.negotiate(self._alignment)
+            negotiated = self.client.negotiate(self._alignment, expected=self._agreement.size)
             self._agreement.accept(negotiated.chunk_size, str(self.client.target))
             self.chunk_size = negotiated.chunk_size
             registration_id = self._registrar.register(self.client, negotiated.chunk_size)

@@ -12,7 +12,7 @@ from kvwire.server import convert
 from kvwire.server.unserved import not_served
 from kvwire.server.version import server_version
 from kvwire.v1 import admin_service_pb2 as admin
-from kvwire.v1 import admin_service_pb2_grpc, event_pb2, layout_pb2, namespace_pb2
+from kvwire.v1 import admin_service_pb2_grpc, error_reason_pb2, event_pb2, layout_pb2, namespace_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvwire.server.core import Core
     from kvwire.server.layout import KvLayout
     from kvwire.server.messages import LeaseKind
+    from kvwire.server.refusals import Refusal
     from kvwire.server.status import EngineCounters, EngineStatus, L1Status, RegistrationStatus
 
 log = logging.getLogger("kvwire.server")
@@ -65,6 +66,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
                 for task in core.supervisor.states()
             ],
             draining=core.guard.draining,
+            refused=[_refused(each, core.now()) for each in core.refusals.recent()],
         )
 
     async def ListSessions(
@@ -152,6 +154,16 @@ def _page_start(token: str) -> int:
 
 def _timestamp(seconds: float) -> Timestamp:
     return Timestamp(seconds=int(seconds), nanos=int(seconds % 1 * 1e9))
+
+
+def _refused(each: Refusal, now: float) -> admin.RefusedClient:
+    return admin.RefusedClient(
+        client_name=each.client_name,
+        reason=error_reason_pb2.ErrorReason.Value(f"ERROR_REASON_{each.reason}"),
+        message=each.message,
+        times=each.times,
+        idle=convert.duration(now - each.last),
+    )
 
 
 def _memory(l1: L1Status) -> admin.MemoryStatus:

@@ -102,14 +102,19 @@ class ChunkSizeBinding:
             binder=self._next_binder(),
         )
 
-    def negotiate(self, alignment: int, who: str) -> BoundSize:
+    def negotiate(self, alignment: int, who: str, expected: int = 0) -> BoundSize:
         """The one size of the server, if it is a multiple of `alignment` tokens. The first caller settles it.
 
         Raises AlignmentInvalid or AlignmentTooLarge for bad input, in every state and without effect;
-        ChunkSizeIncompatible when another size is in force; BindingIncomplete when a binder failed or has yet
-        to be retried with the first caller's alignment; ResizeRefused instead when sessions have started.
+        ChunkSizeIncompatible when another size is in force, or when it would not be `expected`, the only one
+        that the caller can use (0: any), which then binds nothing; BindingIncomplete when a binder failed or
+        has yet to be retried with the first caller's alignment; ResizeRefused instead when sessions have
+        started.
         """
         wanted = BoundSize(final_chunk_size(self._minimum, alignment, self._maximum), alignment, who)
+        size = (self._chosen or wanted).chunk_size
+        if expected not in {0, size}:
+            raise _unexpected(size, expected, who)
         if self.bound is not None:
             return _compatible(self.bound, alignment)
         chosen = self._choose(wanted)
@@ -203,3 +208,12 @@ def _compatible(bound: BoundSize, alignment: int) -> BoundSize:
             alignment=alignment,
         )
     return bound
+
+
+def _unexpected(size: int, expected: int, who: str) -> ChunkSizeIncompatible:
+    return ChunkSizeIncompatible(
+        f"The server's chunk size is {size}, but {who} works with {expected}: start the server with "
+        f"--chunk-size {expected}, or restart the engine.",
+        bound_size=size,
+        expected=expected,
+    )

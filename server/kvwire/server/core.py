@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.server.dataplane.shm import ShmPath
+from kvwire.server.refusals import Refusals
 from kvwire.v1 import cache_service_pb2 as cache
 
 if TYPE_CHECKING:
@@ -63,6 +64,7 @@ class Core:
         self.started_at = time.time()
         self.addresses: tuple[str, ...] = ()
         self.clients = Clients()
+        self.refusals = Refusals(self.now)
         self.stopping = asyncio.Event()
         self._cancelling: set[asyncio.Task[None]] = set()
         shm = plane.paths.get("shm")

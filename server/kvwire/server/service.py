@@ -40,7 +40,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         version = _common_version(request.protocol_versions)
         _check_digest(request.digest_functions)
         who = convert.identifier("client_name", request.client_name, empty=True) or "an unnamed client"
-        bound = core.binding.negotiate(request.required_alignment, who)
+        with core.refusals.noting(request.client_name):
+            bound = core.binding.negotiate(request.required_alignment, who, request.expected_chunk_size)
         return cache.NegotiateChunkSizeResponse(
             header=core.header,
             chunk_size=bound.chunk_size,
@@ -59,6 +60,13 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def RegisterKvCache(
         self, request: cache.RegisterKvCacheRequest, context: Any
     ) -> cache.RegisterKvCacheResponse:
+        refusals = self._core.refusals
+        with refusals.noting(request.client_name):
+            reply = await self._register(request)
+        refusals.forget(request.client_name)
+        return reply
+
+    async def _register(self, request: cache.RegisterKvCacheRequest) -> cache.RegisterKvCacheResponse:
         core = self._core
         core.binding.require()
         client = convert.client_info(request)

@@ -137,6 +137,16 @@ def test_recovery_is_negotiate_verify_register_attach_in_this_order(server, make
     assert relevant == ["NegotiateChunkSize", "RegisterKvCache", "Attach"]
 
 
+def test_a_server_is_told_the_only_size_that_can_be_used(server, make):
+    link = make(interval=0.05)
+    link.start()
+    server.restart()
+    eventually(lambda: link.is_healthy and link._incarnation == server.incarnation)
+    expected = [request.expected_chunk_size for request in server.requests["NegotiateChunkSize"]]
+    assert expected[0] == 0
+    assert set(expected[1:]) == {8}
+
+
 def test_an_outage_degrades_at_once_and_heals_at_the_next_heartbeat(server, make):
     link = make(interval=0.2)
     link.start()

@@ -101,6 +101,21 @@ def test_an_incompatible_client_learns_what_is_bound_and_by_whom():
     assert [part.calls for part in parts] == [[544]] * len(parts)
 
 
+@pytest.mark.parametrize("bound_before", [False, True])
+def test_a_client_that_can_use_one_size_only_is_refused_another_and_settles_nothing(bound_before):
+    binding, parts = server(minimum=512)
+    if bound_before:
+        binding.negotiate(16, "first")
+    before = binding.status()
+    with pytest.raises(ChunkSizeIncompatible, match="--chunk-size 256, or restart the engine") as caught:
+        binding.negotiate(16, "second", expected=256)
+    assert "second works with 256" in str(caught.value)
+    assert caught.value.metadata["bound_size"] == "512"
+    assert binding.status() == before
+    assert [len(part.calls) for part in parts] == [int(bound_before)] * len(parts)
+    assert binding.negotiate(16, "third", expected=512).chunk_size == 512
+
+
 @pytest.mark.parametrize("state", ["new", "incomplete", "bound"])
 def test_bad_input_is_the_same_error_in_every_state(state):
     binding, parts = server()

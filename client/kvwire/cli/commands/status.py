@@ -45,6 +45,12 @@ def print_status(reply: admin.GetStatusResponse) -> None:
             [_client_row(each) for each in told["registrations"]],
             title="\nclients",
         )
+    if told["refused"]:
+        render.print_rows(
+            ("client", "reason", "#times", "#last", "told"),
+            [_refused_row(each) for each in told["refused"]],
+            title="\nturned away",
+        )
     if told["namespaces"]:
         render.print_rows(
             ("model", "revision", "kv dtype", "fingerprint", "#ranks", "groups", "#clients"),
@@ -123,6 +129,17 @@ def _client_row(client: dict[str, object]) -> tuple[object, ...]:
         client["path_reason"] or "-",
         "yes" if client["attached"] else "no",
         units.format_duration(idle) if isinstance(idle, float | int) else "-",
+    )
+
+
+def _refused_row(client: dict[str, object]) -> tuple[object, ...]:
+    idle = client.get("idle")
+    return (
+        client["client_name"] or "-",
+        client["reason"],
+        client["times"],
+        units.format_duration(idle) if isinstance(idle, float | int) else "-",
+        client["message"],
     )
 
 
