@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+
+import msgspec
+
 from e2e.harness import BLOCK, CHUNK, NUM_TOKENS, engine, prompt
 
 FRESH = iter(range(1000, 2000))
@@ -120,3 +124,89 @@ def the_engine_counts(running):
     assert found["loads"] == found["load_seconds"]
     assert found["lookup_seconds"] >= found["lookups"]
     assert found["failed_loads"] == 0
+
+
+class Subscriber:
+    """Reads the engine's own ZeroMQ stream, as a router does."""
+
+    def __init__(self, endpoint):
+        import zmq
+
+        self._socket = zmq.Context.instance().socket(zmq.SUB)
+        self._socket.setsockopt(zmq.LINGER, 0)
+        self._socket.setsockopt_string(zmq.SUBSCRIBE, "")
+        self._socket.connect(endpoint)
+        self.gpu, self.kvwire = {}, {}
+
+    def read(self, until):
+        """Take events until what they say is so."""
+        from vllm.distributed.kv_events import AllBlocksCleared, BlockStored, KVEventBatch
+
+        decoder = msgspec.msgpack.Decoder(type=KVEventBatch)
+        deadline = time.monotonic() + 20
+        while not until(self):
+            assert time.monotonic() < deadline, (len(self.gpu), len(self.kvwire))
+            if not self._socket.poll(100):
+                yield
+                continue
+            for event in decoder.decode(self._socket.recv_multipart()[2]).events:
+                if isinstance(event, AllBlocksCleared):
+                    self.gpu.clear()
+                    continue
+                held = self.kvwire if event.medium == "KVWIRE" else self.gpu
+                for index, block in enumerate(event.block_hashes):
+                    if isinstance(event, BlockStored):
+                        size = event.block_size
+                        held[block] = event.token_ids[index * size : (index + 1) * size]
+                    else:
+                        held.pop(block, None)
+
+    def close(self):
+        self._socket.close()
+
+
+def blocks_of(*prompts):
+    """The blocks of whole chunks."""
+    return [
+        tokens[start : start + BLOCK]
+        for tokens in prompts
+        for start in range(0, len(tokens) // CHUNK * CHUNK, BLOCK)
+    ]
+
+
+def test_a_router_sees_what_the_server_holds(server, short_tmp):
+    from vllm.config import KVEventsConfig
+
+    earlier, tokens = fresh(137), fresh(200)
+    endpoint = f"ipc://{short_tmp}/events"
+    config = KVEventsConfig(enable_kv_cache_events=True, publisher="zmq", endpoint=endpoint)
+    options = {"enable_prefix_caching": True, "kv_events_config": config}
+    subscriber = Subscriber(endpoint)
+    with engine("llama", server) as before:
+        before.run(earlier)
+    with engine("llama", server, **options) as running:
+
+        def until(condition):
+            for _ in subscriber.read(condition):
+                # Events leave an engine with its steps.
+                running.run(fresh(BLOCK + 1), num_tokens=1)
+
+        # A subscriber misses what is published before it has joined.
+        until(lambda seen: seen.gpu)
+        running.run(tokens)
+        until(lambda seen: len(seen.kvwire) == len(blocks_of(tokens)))
+        # The same block has the same hash, wherever it lies.
+        assert sorted(subscriber.kvwire.values()) == sorted(blocks_of(tokens))
+        assert all(subscriber.gpu[block] == found for block, found in subscriber.kvwire.items())
+        # What was there before this engine is told when a request of this engine names it.
+        assert running.run(earlier)[0].cached == 2 * CHUNK
+        until(lambda seen: len(seen.kvwire) == len(blocks_of(tokens, earlier)))
+        running.run(fresh(CHUNK + 1), salt="secret")
+        assert running._llm.reset_prefix_cache(reset_connector=True)
+        until(lambda seen: not seen.kvwire)
+        running.run(tokens)
+        until(lambda seen: len(seen.kvwire) == len(blocks_of(tokens)))
+        server.kill()
+        until(lambda seen: not seen.kvwire)
+        assert len(subscriber.gpu) >= len(blocks_of(tokens))
+    subscriber.close()

@@ -65,7 +65,7 @@ def test_stored_and_evicted_chunks_are_told_in_order(server):
             [np.zeros((BLOCKS, PAGE), dtype=np.uint8)], model="events", block_size=16
         )
         store(cache, 0, 1)
-        reader = Reader(client, 32 + 1, resume_after=1)
+        reader = Reader(client, 33 + 1, from_oldest=True)
         # 8 MiB hold 31 chunks of 256 KiB beside the header: the 33rd needs room.
         for number in range(1, 33):
             store(cache, number * 100_000, 1)
@@ -86,3 +86,18 @@ def test_a_reader_that_resumes_too_far_ahead_is_told_that_it_lost_something(serv
     with Client(server.address) as client:
         page = next(client.subscribe_kv_events(resume_after=1_000_000))
         assert page.lost
+
+
+def test_a_reader_that_comes_late_is_told_what_the_server_remembers(server):
+    with Client(server.address) as client:
+        cache = client.register_kv_caches(
+            [np.zeros((BLOCKS, PAGE), dtype=np.uint8)], model="late", block_size=16
+        )
+        store(cache, 0, 3)
+        # Once they are announced, a reader that has not asked yet finds them all.
+        assert len(Reader(client, 3, from_oldest=True).wait()) == 3
+        late = Reader(client, 3, from_oldest=True)
+        assert [event.kind for event in late.wait()] == [EventKind.STORE] * 3
+        assert not any(page.lost for page in late.pages)
+        assert late.pages[-1].sequence == 3
+        cache.close()

@@ -231,10 +231,10 @@ class AsyncClient:
         return ended
 
     async def subscribe_kv_events(
-        self, namespace: Namespace | None = None, *, resume_after: int = 0
+        self, namespace: Namespace | None = None, *, resume_after: int = 0, from_oldest: bool = False
     ) -> AsyncIterator[types.KvEvents]:
         """What is stored and removed, without an end: close the generator to stop."""
-        request = pb.SubscribeKvEventsRequest(resume_after=resume_after)
+        request = pb.SubscribeKvEventsRequest(resume_after=resume_after, from_oldest=from_oldest)
         if namespace is not None:
             request.namespace.CopyFrom(calls.namespace_message(namespace))
         seconds = self.deadlines["SubscribeKvEvents"]

@@ -246,13 +246,14 @@ class Client:
         return sum(self._send(calls.end_sessions(registration_id, part), timeout) for part in parts)
 
     def subscribe_kv_events(
-        self, namespace: Namespace | None = None, *, resume_after: int = 0
+        self, namespace: Namespace | None = None, *, resume_after: int = 0, from_oldest: bool = False
     ) -> Generator[types.KvEvents]:
-        """What is stored and removed, without an end: close the generator to stop.
+        """What is stored and removed, without an end: close the generator to stop. It begins after
+        `resume_after`, with the oldest event that the server remembers, or with the next one.
 
         Its deadline is for the time between two messages; a server that has no news sends signs of life.
         """
-        request = pb.SubscribeKvEventsRequest(resume_after=resume_after)
+        request = pb.SubscribeKvEventsRequest(resume_after=resume_after, from_oldest=from_oldest)
         if namespace is not None:
             request.namespace.CopyFrom(calls.namespace_message(namespace))
         stream = self._stub().SubscribeKvEvents(request)

@@ -97,7 +97,7 @@ class Streams:
         wanted = b""
         if request.HasField("namespace"):
             wanted = _base_root(convert.namespace(request.namespace), core.binding.require())
-        start = request.resume_after or core.events.sequence
+        start = 0 if request.from_oldest else request.resume_after or core.events.sequence
         async for page in core.events.follow(start, IDLE_S):
             events = [
                 _event(each) for each in page.events if not wanted or each.namespace_id in (wanted, b"")

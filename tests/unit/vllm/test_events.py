@@ -161,8 +161,8 @@ class FakeServer:
         self.empty = threading.Event()
         self._tries = 0
 
-    def subscribe_kv_events(self, namespace, *, resume_after):
-        self.resumed.append(resume_after)
+    def subscribe_kv_events(self, namespace, *, resume_after, from_oldest):
+        self.resumed.append("oldest" if from_oldest else resume_after)
         if not self._streams:
             self._tries += 1
             if self._tries > 2:
@@ -200,7 +200,7 @@ def read(*streams):
 class TestReader:
     def test_a_stream_that_breaks_is_resumed_where_it_broke(self):
         book, server, _ = read([page(7, stored(1)), Unavailable("cut")], [page(8, stored(2))])
-        assert server.resumed[:2] == [1, 7]
+        assert server.resumed[:2] == ["oldest", 7]
         assert book.take()[:2] == [chunk(1), chunk(2)]
 
     def test_the_first_page_loses_nothing(self):
@@ -219,7 +219,7 @@ class TestReader:
             [page(60, stored(2), run=b"b")],
             [page(61, stored(2, 3), run=b"b")],
         )
-        assert server.resumed[:3] == [1, 50, 1]
+        assert server.resumed[:3] == ["oldest", 50, "oldest"]
         assert book.take()[:4] == [chunk(1), Gone(chunk(1).hashes), chunk(2), chunk(3)]
         assert losses
 

@@ -1763,9 +1763,14 @@ class SubscribeKvEventsRequest(_message.Message):
 
     NAMESPACE_FIELD_NUMBER: _builtins.int
     RESUME_AFTER_FIELD_NUMBER: _builtins.int
+    FROM_OLDEST_FIELD_NUMBER: _builtins.int
     resume_after: _builtins.int
     """resume_after is the sequence of the last event seen in this incarnation. 0:
     from now on.
+    """
+    from_oldest: _builtins.bool
+    """from_oldest is true to begin with the oldest event that the server remembers
+    of this incarnation, for a reader that comes later. resume_after is ignored.
     """
     @_builtins.property
     def namespace(self) -> _namespace_pb2.Namespace:
@@ -1778,10 +1783,11 @@ class SubscribeKvEventsRequest(_message.Message):
         *,
         namespace: _namespace_pb2.Namespace | None = ...,
         resume_after: _builtins.int = ...,
+        from_oldest: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "resume_after", b"resume_after"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["from_oldest", b"from_oldest", "namespace", b"namespace", "resume_after", b"resume_after"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
