@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -77,7 +78,7 @@ class Engine:
             "alignment": self.layout.alignment,
             "namespace": share.namespace(self.namespace) if share else self.namespace,
             "engine_id": self.engine_id,
-            "client_name": f"vllm {part}",
+            "client_name": f"vllm {part}, process {os.getpid()}",
             "heartbeat_interval": config.heartbeat_interval,
             "tls": tls if config.uses_tls else None,
             "token": config.token(),
