@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter, defaultdict
 from contextvars import copy_context
 from functools import partial
@@ -76,7 +75,8 @@ class StoreRun:
                     self._fail(part.task, names(part.item), grant.error)
                 elif grant.ticket is not None:
                     ticket = lane.ticket(grant.ticket)
-                    item = self._write(part, ticket, lane.seconds(grant.ticket, "CommitStore"))
+                    deadline = mark.asked_at + lane.seconds(grant.ticket, "CommitStore")
+                    item = self._write(part, ticket, deadline)
                     if item is not None:
                         written.append((part, ticket, item))
             ready = [each for each in written if self._may_commit(each[0].task)]
@@ -85,11 +85,11 @@ class StoreRun:
             lane.client.abort_quietly(lane.registration_id, sorted(leases))
         self._commit([each for each in ready if not self._is_published(*each, mark)])
 
-    def _write(self, part: Part, ticket: Ticket, seconds: float) -> CommitItem | None:
+    def _write(self, part: Part, ticket: Ticket, deadline: float) -> CommitItem | None:
         """Fill the slots. None: there is nothing to publish."""
         task, lane = part.task, self._lane
         with lane.span("store", ticket, task, shared=len(self._tasks) > 1):
-            results = lane.path.write(ticket, lane.fill(task), time.monotonic() + seconds)
+            results = lane.path.write(ticket, lane.fill(task), deadline)
         good = [result for result in results if result.error is None]
         for result in results:
             if result.error is not None:
@@ -184,12 +184,14 @@ class RetrieveRun:
     def _retrieve(self, parts: Sequence[Part]) -> None:
         if not parts:
             return
-        mark = self._lane.path.mark()
         with self._lane.path.turn:
-            ends = self._begin_and_read(parts)
+            mark = self._lane.path.mark()
+            ends = self._begin_and_read(parts, mark)
         self._end(ends, mark)
 
-    def _begin_and_read(self, parts: Sequence[Part]) -> list[tuple[Part, Ticket, EndRetrieveItem]]:
+    def _begin_and_read(
+        self, parts: Sequence[Part], mark: Mark
+    ) -> list[tuple[Part, Ticket, EndRetrieveItem]]:
         lane = self._lane
         grants = lane.client.begin_retrieve(lane.registration_id, [part.item for part in parts])
         ends: list[tuple[Part, Ticket, EndRetrieveItem]] = []
@@ -202,8 +204,8 @@ class RetrieveRun:
                 self._note_missing(part, grant)
                 if grant.ticket is not None:
                     ticket = lane.ticket(grant.ticket)
-                    seconds = lane.seconds(grant.ticket, "EndRetrieve")
-                    ends.append((part, ticket, self._read(part.task, ticket, seconds)))
+                    deadline = mark.asked_at + lane.seconds(grant.ticket, "EndRetrieve")
+                    ends.append((part, ticket, self._read(part.task, ticket, deadline)))
         except BaseException:
             lane.client.end_quietly(lane.registration_id, sorted(leases))
             raise
@@ -216,10 +218,10 @@ class RetrieveRun:
             text = f"Chunk {chunk} of KV group {group} is not in the cache any more."
             self._fail(part.task, [(chunk, group)], ObjectNotFound(text, chunk=chunk, group=group))
 
-    def _read(self, task: Task, ticket: Ticket, seconds: float) -> EndRetrieveItem:
+    def _read(self, task: Task, ticket: Ticket, deadline: float) -> EndRetrieveItem:
         lane = self._lane
         with lane.span("retrieve", ticket, task, shared=len(self._tasks) > 1):
-            results = lane.path.read(ticket, lane.drain(task), time.monotonic() + seconds)
+            results = lane.path.read(ticket, lane.drain(task), deadline)
         for result in results:
             if result.error is not None:
                 self._fail(task, [name(ticket, result.index)], result.error)

@@ -9,6 +9,7 @@ import pytest
 
 from kvwire import errors
 from kvwire.client import Client, KeyRange, SessionRange
+from kvwire.client.binding import LivePath
 from kvwire.client.jobs import GroupBlocks, TransferJob
 from kvwire.client.pipeline import Task
 from kvwire.keys import Namespace
@@ -371,3 +372,25 @@ def test_windows_store_and_load_what_resuming_needs(server):
     assert (result.ok, result.retrieved) == (True, 4)
     assert (window[0][25] == before).all()
     assert (window[0][20:25] == SENTINEL).all()
+
+
+@pytest.mark.parametrize("method", ["write", "read"])
+def test_one_deadline_for_all_that_one_call_has_granted(cache, monkeypatch, method):
+    """A lease runs from the call on: what comes last in a batch has not more time, but less."""
+    stored(cache, 1)
+    known = [LivePath.write, LivePath.read]
+    deadlines = []
+
+    def watched(self, ticket, copy, deadline):
+        deadlines.append(deadline)
+        time.sleep(0.05)
+        return known[method == "read"](self, ticket, copy, deadline)
+
+    monkeypatch.setattr(LivePath, method, watched)
+    keys = [KeyRange(cache.spec.namespace, (bytes([seed]) * 32,)) for seed in range(3)]
+    jobs = [TransferJob(each, (GroupBlocks(0, 0, 1, (0, 1)),)) for each in keys]
+    assert all(result.ok for result in cache.store(jobs))
+    if method == "read":
+        assert all(result.ok for result in cache.retrieve(jobs))
+    assert len(deadlines) == 3
+    assert len(set(deadlines)) == 1
