@@ -17,10 +17,10 @@ COUNTERS: Final = {
     "stored_tokens": "Tokens whose KV was handed to stores.",
     "loads": "Loads that ended well, of all ranks.",
     "failed_loads": "Loads that failed, of all ranks.",
-    "loaded_bytes": "Bytes brought by loads that ended well, of all ranks.",
+    "loaded_bytes": "Bytes that loads have brought, of all ranks.",
     "stores": "Stores that ended well, of all ranks.",
     "dropped_stores": "Stores that failed or were given up, of all ranks.",
-    "stored_bytes": "Bytes of stores that ended well, of all ranks.",
+    "stored_bytes": "Bytes that were stored anew, of all ranks.",
     "lost_events": "Times that KV events were lost and everything announced was withdrawn.",
 }
 DURATIONS: Final = {
