@@ -14,6 +14,7 @@ from kvwire.client import forks, paths
 from kvwire.client.pipeline import Lane
 from kvwire.client.types import Path, Registration
 from kvwire.errors import DataPathUnavailable, KvwireError, LayoutUnsupported, Unavailable
+from kvwire.transfer.arena_path import ArenaPath
 from kvwire.transfer.base import FAULTS, slot_error
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ class LivePath:
         self.turn: AbstractContextManager[Any] = (
             threading.Lock() if end.name.startswith("ucx") else nullcontext()
         )
+        self.lends = isinstance(end, ArenaPath)
         self._end = end
         self._on_dead = on_dead
         # Elsewhere the server makes the checksum, in a pause: hashing takes time from the copies.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
     from kvwire.client.client import Client
     from kvwire.client.jobs import ObjectName, TransferJob
+    from kvwire.client.layered import LayerWatch
     from kvwire.client.layout import KvLayout
     from kvwire.client.types import TransferItem
     from kvwire.transfer.base import ByteArray, Drain, Fill, Mark
@@ -38,6 +39,10 @@ class BoundPath(Protocol):
     def name(self) -> str: ...
 
     @property
+    def lends(self) -> bool:
+        """Whether what `read` hands to a drain lies still until the lease ends."""
+
+    @property
     def turn(self) -> AbstractContextManager[Any]:
         """To be held from BeginRetrieve to the last read.
 
@@ -57,11 +62,15 @@ class BoundPath(Protocol):
 
 
 class Task:
-    """One job on its way. The two questions let its owner withdraw it."""
+    """One job on its way. The two questions let its owner withdraw it.
 
-    def __init__(self, job: TransferJob, trace: Any = None) -> None:
+    `watch` is for a retrieve whose layers are waited for one by one.
+    """
+
+    def __init__(self, job: TransferJob, trace: Any = None, watch: LayerWatch | None = None) -> None:
         self.job = job
         self.trace = trace
+        self.watch = watch
 
     def is_cancelled(self) -> bool:
         """Asked between slots: what is not moved yet is then left."""
@@ -89,6 +98,11 @@ class Lane:
     layout: KvLayout
     path: BoundPath
     pages: Sequence[KvGroupPages]
+
+    @property
+    def is_layered(self) -> bool:
+        """Whether a retrieve can bring one layer of all objects before the next one."""
+        return self.path.lends and len(self.pages) == 1 and self.pages[0].order == "layers"
 
     def parts(self, tasks: Sequence[Task]) -> Iterator[list[Part]]:
         """The tasks' items below the server's limits and `PART_BYTES`, in calls."""

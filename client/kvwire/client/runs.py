@@ -8,6 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.client.jobs import RetrieveResult, StoreResult
+from kvwire.client.layered import LayeredRead, copy_by_layer
 from kvwire.client.pipeline import cancelled, name, names, slot_names
 from kvwire.client.types import CommitItem, Committed, EndRetrieveItem
 from kvwire.errors import ChecksumMismatch, KvwireError, LeaseLost, ObjectNotFound, OutOfSpace
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from kvwire.client.jobs import ObjectName
     from kvwire.client.pipeline import Lane, Part, Task
     from kvwire.client.types import RetrieveGrant
-    from kvwire.transfer.base import Mark, Ticket
+    from kvwire.transfer.base import Mark, Slot, Ticket
 
 
 class StoreRun:
@@ -196,6 +197,7 @@ class RetrieveRun:
         grants = lane.client.begin_retrieve(lane.registration_id, [part.item for part in parts])
         ends: list[tuple[Part, Ticket, EndRetrieveItem]] = []
         leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
+        layered: list[LayeredRead] = []
         try:
             for part, grant in zip(parts, grants, strict=True):
                 if grant.error is not None:
@@ -205,7 +207,8 @@ class RetrieveRun:
                 if grant.ticket is not None:
                     ticket = lane.ticket(grant.ticket)
                     deadline = mark.asked_at + lane.seconds(grant.ticket, "EndRetrieve")
-                    ends.append((part, ticket, self._read(part.task, ticket, deadline)))
+                    ends.append((part, ticket, self._read(part.task, ticket, deadline, layered)))
+            copy_by_layer(layered, self._fail_slot)
         except BaseException:
             lane.client.end_quietly(lane.registration_id, sorted(leases))
             raise
@@ -218,10 +221,16 @@ class RetrieveRun:
             text = f"Chunk {chunk} of KV group {group} is not in the cache any more."
             self._fail(part.task, [(chunk, group)], ObjectNotFound(text, chunk=chunk, group=group))
 
-    def _read(self, task: Task, ticket: Ticket, deadline: float) -> EndRetrieveItem:
+    def _read(
+        self, task: Task, ticket: Ticket, deadline: float, layered: list[LayeredRead]
+    ) -> EndRetrieveItem:
         lane = self._lane
+        read = LayeredRead(lane, task, task.watch, ticket, deadline) if task.watch else None
         with lane.span("retrieve", ticket, task, shared=len(self._tasks) > 1):
-            results = lane.path.read(ticket, lane.drain(task), deadline)
+            results = lane.path.read(ticket, read.drain if read else lane.drain(task), deadline)
+        if read is not None:
+            read.settle([result.index for result in results if result.error is None])
+            layered.append(read)
         for result in results:
             if result.error is not None:
                 self._fail(task, [name(ticket, result.index)], result.error)
@@ -270,6 +279,9 @@ class RetrieveRun:
     def _fail(self, task: Task, names: Sequence[ObjectName], error: KvwireError) -> None:
         self._failed[task].update(names)
         self._errors.setdefault(task, error)
+
+    def _fail_slot(self, task: Task, ticket: Ticket, slot: Slot, error: KvwireError) -> None:
+        self._fail(task, [name(ticket, slot.index)], error)
 
     def _result(self, task: Task) -> RetrieveResult:
         failed = self._failed[task]

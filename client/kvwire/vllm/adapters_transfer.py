@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.client.jobs import ObjectName, TransferJob
+    from kvwire.client.layered import LayerWatch
     from kvwire.errors import KvwireError
 
 MAX_BATCH: Final = 16
@@ -29,13 +30,21 @@ class Kind(Enum):
 class Transfer(Task):
     """One load or store.
 
-    `event` marks the end of the kernels that the blocks wait for (None: they have ended).
+    `event` marks the end of the kernels that the blocks wait for (None: they have ended). Who gave a `watch`
+    asks the transfer itself what became of it.
     """
 
     def __init__(
-        self, request_id: str, kind: Kind, job: TransferJob, block_ids: frozenset[int], event: Any, trace: Any
+        self,
+        request_id: str,
+        kind: Kind,
+        job: TransferJob,
+        block_ids: frozenset[int],
+        event: Any,
+        trace: Any,
+        watch: LayerWatch | None = None,
     ) -> None:
-        super().__init__(job, trace)
+        super().__init__(job, trace, watch)
         self.request_id = request_id
         self.kind = kind
         self.error: KvwireError | None = None
@@ -92,6 +101,8 @@ class Transfer(Task):
         self.seconds = time.monotonic() - self._begin
         self._event = None
         self._done.set()
+        if self.watch is not None:
+            self.watch.end()
 
 
 class TransferQueue:

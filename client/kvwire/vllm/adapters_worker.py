@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 
     from kvwire.client.channel import TlsConfig
     from kvwire.client.jobs import StoreResult
+    from kvwire.client.layered import LayerWatch
     from kvwire.client.layout import KvLayout
     from kvwire.keys import Namespace
     from kvwire.vllm.adapters_common import LayoutFor
@@ -189,6 +190,12 @@ class WorkerAdapter:
     def submit_retrieve_request(self, request_id: str, op: LoadStoreOp, event: Any = None) -> Transfer:
         return self.batched_submit_retrieve_requests([request_id], [op], event)[0]
 
+    def submit_watched_retrieve_request(
+        self, request_id: str, op: LoadStoreOp, watch: LayerWatch, event: Any = None
+    ) -> Transfer:
+        """A load that is waited for layer by layer. `get_finished` is silent about it: ask the transfer."""
+        return self._submit(Kind.LOAD, [request_id], [op], event, watch)[0]
+
     def batched_submit_store_requests(
         self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any = None
     ) -> list[Transfer]:
@@ -262,11 +269,16 @@ class WorkerAdapter:
         self._cache.close()
 
     def _submit(
-        self, kind: Kind, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any
+        self,
+        kind: Kind,
+        request_ids: Sequence[str],
+        ops: Sequence[LoadStoreOp],
+        event: Any,
+        watch: LayerWatch | None = None,
     ) -> list[Transfer]:
         trace = telemetry.current_context()
         transfers = [
-            self._accept(kind, request_id, op, event, trace)
+            self._accept(kind, request_id, op, event, trace, watch)
             for request_id, op in zip(request_ids, ops, strict=True)
         ]
         waiting = [transfer for transfer in transfers if not transfer.done()]
@@ -275,10 +287,18 @@ class WorkerAdapter:
                 self._finish(transfer, Unavailable("The adapter was shut down."))
         return transfers
 
-    def _accept(self, kind: Kind, request_id: str, op: LoadStoreOp, event: Any, trace: Any) -> Transfer:
+    def _accept(
+        self,
+        kind: Kind,
+        request_id: str,
+        op: LoadStoreOp,
+        event: Any,
+        trace: Any,
+        watch: LayerWatch | None,
+    ) -> Transfer:
         """A transfer to queue; one that is done already where there is no use in trying."""
         job, error = self._job(kind, request_id, op)
-        transfer = Transfer(request_id, kind, job, op.all_block_ids(), event, trace)
+        transfer = Transfer(request_id, kind, job, op.all_block_ids(), event, trace, watch)
         with self._done:
             self._open[kind][request_id] += 1
             if kind is Kind.STORE:
@@ -345,7 +365,7 @@ class WorkerAdapter:
             if not opened[transfer.request_id]:
                 del opened[transfer.request_id]
             self._stores.discard(transfer)
-            if transfer.kind is Kind.LOAD:
+            if transfer.kind is Kind.LOAD and transfer.watch is None:
                 self._loaded.add(transfer.request_id)
                 if transfer.failed:
                     self._new_failures.setdefault(transfer.request_id, set()).update(

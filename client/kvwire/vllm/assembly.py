@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire import telemetry
 from kvwire.client.channel import TlsConfig
 from kvwire.errors import ConfigError, MissingExtra
+from kvwire.vllm import layerwise
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
 from kvwire.vllm.adapters_transfer import Kind
 from kvwire.vllm.announce import Announcer, vllm_events
@@ -19,6 +20,7 @@ from kvwire.vllm.autostart import default_folder, ensure_server
 from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
+from kvwire.vllm.layerwise import LayerLoads
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
 from kvwire.vllm.servers import Share, SpreadSchedulerAdapter, spread
@@ -57,6 +59,10 @@ class Engine:
         namespace = engine_namespace(config, vllm_config, kv_cache_config, layout)
         shares = _shares(config.addresses, vllm_config.parallel_config, layout.num_shards)
         return cls(config, layout, namespace, str(transfer.engine_id), transfer, shares)
+
+    @property
+    def overlaps(self) -> bool:
+        return self.config.overlap and not layerwise.why_not(self.layout)
 
     def share_of(self, kv_rank: int) -> Share:
         return next(share for share in self.shares if kv_rank in share.ranks)
@@ -170,6 +176,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         loads=engine.kv_role.is_kv_consumer,
         stores=engine.kv_role.is_kv_producer,
         early_lookups=engine.config.early_lookups,
+        overlap=engine.overlaps,
         tally=tally,
     )
     logger.info(
@@ -179,6 +186,9 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         len(engine.layout.groups),
         "" if adapter.is_healthy else f"; not used yet: {adapter.degraded_reason}",
     )
+    if engine.config.overlap and not engine.overlaps:
+        why = layerwise.why_not(engine.layout)
+        logger.warning("kvwire: this model's loads cannot overlap with its forward pass: %s", why)
     return SchedulerParts(adapter, side, engine.shares, engine.config.reset_wait)
 
 
@@ -213,12 +223,18 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
         on_end=transfer_counter(tally),
         **engine.adapter_options(f"worker {rank}", share),
     )
+    operation = partial(to_op, share=share)
+    layers: LayerLoads | None = None
+    if engine.overlaps:
+        names = engine.layout.groups[0].layer_names
+        layers = LayerLoads(adapter, operation, names, engine.config.overlap_wait)
     side = WorkerSide(
         adapter,
-        partial(to_op, share=share),
+        operation,
         rank=rank,
         single_group=engine.layout.num_engine_groups == 1,
         store_wait=engine.config.store_wait,
+        layers=layers,
     )
     return WorkerParts(adapter, side, engine.layout, engine.config.shutdown_wait, tally)
 

@@ -47,6 +47,14 @@ class ConnectorConfig:
     request_stats: bool = setting(
         "Put each request's statistics into its response, as if it had asked for them.", False
     )
+    overlap: bool = setting(
+        "Load layer by layer, ahead of the forward pass that needs it. For models with one KV group; "
+        "other models load as without it.",
+        False,
+    )
+    overlap_wait: float = setting(
+        "Longest time that a step waits for such loads; what is not there then is computed.", 5.0
+    )
     early_lookups: int = setting(
         "Requests that are looked up while they wait; the others are when their turn comes. 0: none.", 64
     )
@@ -83,6 +91,7 @@ class ConnectorConfig:
         _check(0.05 <= self.heartbeat_interval <= 3600, "heartbeat_interval", "is 0.05 to 3600 seconds")
         _check(0 <= self.early_lookups <= 4096, "early_lookups", "is a number from 0 to 4096")
         _check(0.1 <= self.reset_wait <= 60, "reset_wait", "is 0.1 to 60 seconds")
+        _check(0 < self.overlap_wait <= 600, "overlap_wait", "is up to 600 seconds")
         _check(0 <= self.store_wait <= 600, "store_wait", "is 0 to 600 seconds")
         _check(0 <= self.shutdown_wait <= 600, "shutdown_wait", "is 0 to 600 seconds")
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and kvwire.tls_cert belong together")

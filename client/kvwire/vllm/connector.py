@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 
 from kvwire.vllm import versions
 from kvwire.vllm.assembly import make_scheduler, make_worker
+from kvwire.vllm.config import connector_config
 from kvwire.vllm.metadata import StepMetadata, WorkerReport
 
 try:
@@ -89,6 +90,11 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
         return None if current_platform.is_cpu() else "BLHNC"
 
+    @classmethod
+    def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:
+        """A captured graph calls no hooks between its layers."""
+        return connector_config(extra_config).overlap
+
     # The scheduler's side
 
     @contained(_nothing)
@@ -107,7 +113,7 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
         tokens = self._matched(request, num_computed_tokens)
-        return tokens, bool(tokens)
+        return tokens, bool(tokens) and not self._of_scheduler.side.overlap
 
     @contained(lambda: 0)
     def _matched(self, request: Any, num_computed_tokens: int) -> int | None:
@@ -162,8 +168,12 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         if self._step.loads:
             worker.side.start_loads(self._step.loads, worker.event())
 
+    @contained(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Loads are asynchronous: nothing of this step depends on them."""
+        """Asynchronous loads have nothing to do with the step that runs."""
+        layers = self._of_worker.side.layers
+        if layers is not None:
+            layers.wait_for_layer(layer_name)
 
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
         """Stores begin when the whole step is done."""

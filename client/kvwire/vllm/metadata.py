@@ -28,13 +28,15 @@ class Prompt:
 class Job:
     """One load or store of one request. A load without blocks has failed before it began.
 
-    `trace` are the W3C headers of the request's trace.
+    `trace` are the W3C headers of the request's trace. `doomed` are the blocks of a load that cannot be
+    planned and that this step's own forward pass reads.
     """
 
     request_id: str
     prompt: Prompt
     plan: BlockPlan
     trace: Mapping[str, str] = field(default_factory=dict)
+    doomed: frozenset[int] = frozenset()
 
 
 @dataclass(slots=True)
@@ -57,13 +59,20 @@ class StepMetadata:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """Workers to scheduler, since the last step: ended stores per request, and changes of health per rank."""
+    """Workers to scheduler, since the last step: ended stores and ended loads of the step itself, per
+    request, and changes of health per rank."""
 
     ended_stores: dict[str, int] = field(default_factory=dict)
     healthy: dict[int, bool] = field(default_factory=dict)
+    ended_loads: dict[str, int] = field(default_factory=dict)
 
     def aggregate(self, other: WorkerReport) -> WorkerReport:
-        ended = dict(self.ended_stores)
-        for request_id, count in other.ended_stores.items():
-            ended[request_id] = ended.get(request_id, 0) + count
-        return WorkerReport(ended, {**self.healthy, **other.healthy})
+        return WorkerReport(
+            _sum(self.ended_stores, other.ended_stores),
+            {**self.healthy, **other.healthy},
+            _sum(self.ended_loads, other.ended_loads),
+        )
+
+
+def _sum(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+    return {each: one.get(each, 0) + other.get(each, 0) for each in {**one, **other}}

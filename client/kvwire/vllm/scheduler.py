@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvwire import telemetry
 from kvwire.vllm.blocks import given_out
+from kvwire.vllm.layerwise import OpenLoads, blocks_behind
 from kvwire.vllm.layout import ChunkCut
 from kvwire.vllm.metadata import Job, Prompt, StepMetadata
 from kvwire.vllm.params import answer
@@ -47,6 +48,7 @@ class SchedulerSide:
         loads: bool = True,
         stores: bool = True,
         early_lookups: int = 64,
+        overlap: bool = False,
         tally: Tally | None = None,
     ) -> None:
         self._layout = layout
@@ -55,6 +57,8 @@ class SchedulerSide:
         self._may_load = loads
         self._may_store = stores
         self._early_lookups = early_lookups
+        self.overlap = overlap
+        self._open_loads = OpenLoads(layout.world_size)
         self.tally = tally or Tally()
         self.naming: Naming | None = None
         self._cut: ChunkCut | None = None
@@ -128,7 +132,7 @@ class SchedulerSide:
         if tracker is None:
             return False
         # The engine frees a request that is loading itself, when the load ends, and must not be told twice.
-        if tracker.open_stores > 0 and tracker.stage is not Stage.LOADING:
+        if tracker.open_stores > 0 and (self.overlap or tracker.stage is not Stage.LOADING):
             self._held.add(tracker.request_id)
             self._closing[tracker.request_id] = tracker.session_id
             return True
@@ -195,7 +199,8 @@ class SchedulerSide:
         failed = set(output.failed_recving or ()) | self._loading_into(output.invalid_block_ids or ())
         for request_id in failed:
             self._load_failed(request_id)
-        for request_id in output.finished_recving or ():
+        ended = self._open_loads.end(report.ended_loads) if report is not None else ()
+        for request_id in (*(output.finished_recving or ()), *ended):
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 self._loaded(tracker)
@@ -296,8 +301,14 @@ class SchedulerSide:
         except Exception:
             logger.exception("kvwire: request %s cannot be loaded", tracker.request_id)
         tracker.loading_blocks = plan.block_ids
+        doomed: frozenset[int] = frozenset()
+        if self.overlap:
+            if not plan.groups:
+                doomed = blocks_behind(self._layout, blocks.get_block_ids(), tracker.local)
+            tracker.loading_blocks |= doomed
+            self._open_loads.begin(tracker.request_id, tracker.loading_blocks)
         prompt = Prompt(tracker.session_id)
-        self._new_loads.append(Job(tracker.request_id, prompt, plan, tracker.trace))
+        self._new_loads.append(Job(tracker.request_id, prompt, plan, tracker.trace, doomed))
 
     def _load_plan(
         self, tracker: RequestTracker, tables: Sequence[Sequence[int]], num_external: int
@@ -359,6 +370,8 @@ class SchedulerSide:
                 note_states(tracker, cut, scheduler_output, num_new)
                 if chunks:
                     tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
+                    if self._open_loads.touch(tables):
+                        continue  # what this step computes from such blocks may turn out wrong
                     stores.extend(self._store(tracker, cut, tables, chunks))
                     tracker.next_chunk = chunks.stop
             except Exception:

@@ -13,6 +13,7 @@ from kvwire.vllm.metadata import StepMetadata, WorkerReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from kvwire.vllm.layerwise import LayerLoads
     from kvwire.vllm.metadata import Job
 
 logger = logging.getLogger(__name__)
@@ -79,16 +80,19 @@ class WorkerSide:
         rank: int,
         single_group: bool,
         store_wait: float,
+        layers: LayerLoads | None = None,
     ) -> None:
         self._transfers = transfers
         self._to_op = to_op
         self._rank = rank
         self._single_group = single_group
         self._store_wait = store_wait
+        self.layers = layers
         self._stores: list[_Store] = []
         self._stillborn: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._ended_stores: dict[str, int] = {}
+        self._ended_loads: dict[str, int] = {}
         self._reported_health = True
 
     def make_room(self, step: StepMetadata) -> None:
@@ -109,6 +113,9 @@ class WorkerSide:
                 store.transfer.cancel()
 
     def start_loads(self, jobs: Iterable[Job], event: Any = None) -> None:
+        if self.layers is not None:
+            self.layers.start(jobs, event)
+            return
         for job in jobs:
             submit = self._transfers.submit_retrieve_request
             if not job.plan.groups or self._start(job, submit, event) is None:
@@ -123,6 +130,9 @@ class WorkerSide:
         """What has ended. A step without tokens waits for it a moment, so that the engine does not spin."""
         if step.chunk_size:
             self._transfers.require_chunk_size(step.chunk_size)
+        if self.layers is not None:
+            failed, self._ended_loads = self.layers.finish()
+            self._failed_blocks |= failed
         results = self._collect(step.held)
         if step.idle and not results and self._transfers.wait_for_any(_PAUSE):
             results = self._collect(())
@@ -135,10 +145,11 @@ class WorkerSide:
     def take_report(self) -> WorkerReport | None:
         """None when there is nothing new."""
         ended, self._ended_stores = self._ended_stores, {}
+        loads, self._ended_loads = self._ended_loads, {}
         healthy = self._transfers.is_healthy
         changed = {} if healthy is self._reported_health else {self._rank: healthy}
         self._reported_health = healthy
-        return WorkerReport(ended, changed) if ended or changed else None
+        return WorkerReport(ended, changed, loads) if ended or changed or loads else None
 
     def finish_stores(self, timeout: float) -> None:
         """Let stores in flight end; those that do not are cancelled."""
