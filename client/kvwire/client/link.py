@@ -81,6 +81,7 @@ class Link:
         self._state = LinkState.NEW
         self._reason = "the server has not been reached yet"
         self._draining = False
+        self._renewals = 0
         self._error: KvwireError | None = None
         self._loop: HealthLoop | None = None
         self._attach: AttachStream | None = None
@@ -187,6 +188,7 @@ class Link:
             if self._state is LinkState.CLOSED:
                 return
             self._state, self._reason = LinkState.NEW, reason
+            self._renewals += 1
             self._tried.clear()
         self.start(wait)
 
@@ -271,6 +273,7 @@ class Link:
         with self._recovering:
             if self._state is LinkState.HEALTHY:
                 return
+            renewals = self._renewals
             # What is set up anew ends the registration that the old stream stands for.
             before, self._attach = self._attach, None
             if before is not None:
@@ -284,7 +287,8 @@ class Link:
             if self.client.state.incarnation != negotiated.incarnation:
                 raise Unavailable("The server was restarted while this client registered with it.")
             with self._lock:
-                if self._state is LinkState.CLOSED:
+                # What was asked for meanwhile is not in what was set up: the loop has been woken for it.
+                if self._state is LinkState.CLOSED or renewals != self._renewals:
                     return
                 was = self._state
                 self.registration_id = registration_id

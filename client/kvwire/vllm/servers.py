@@ -150,14 +150,15 @@ class SpreadSchedulerAdapter:
         deadline = time.monotonic() + wait
         for adapter in self.adapters:
             adapter.link.start(max(0.0, deadline - time.monotonic()))
-        for adapter in self.adapters:
-            error = adapter.link.error
-            if isinstance(error, ChunkSizeIncompatible):
-                self.shutdown()
-                raise ChunkSizeIncompatible(
-                    f"All servers of an engine must have one chunk size. At {adapter.address}: {error}",
-                    **error.metadata,
-                )
+        errors = {adapter.address: adapter.link.error for adapter in self.adapters}
+        others = {
+            address: error.metadata.get("bound_size", "")
+            for address, error in errors.items()
+            if isinstance(error, ChunkSizeIncompatible)
+        }
+        if others:
+            self.shutdown()
+            raise _different_sizes(self._agreement.size, others)
 
     @property
     def is_healthy(self) -> bool:
@@ -289,6 +290,16 @@ class SpreadSchedulerAdapter:
         """Whether a prefix can be resumed at its end and not everywhere before it."""
         groups = layout_for(self._layout, self._agreement.size).groups
         return any(group.kind is not GroupKind.FULL_ATTENTION for group in groups)
+
+
+def _different_sizes(agreed: int, others: dict[str, str]) -> ChunkSizeIncompatible:
+    told = ", ".join(f"that at {address} has {size}" for address, size in others.items())
+    return ChunkSizeIncompatible(
+        f"All servers of an engine must have one chunk size: {told}, another one has {agreed or 'none yet'}. "
+        "Start them with the same --chunk-size.",
+        expected=agreed,
+        bound_size=",".join(others.values()),
+    )
 
 
 def _bad_address(problem: str) -> ConfigError:

@@ -343,6 +343,29 @@ def test_bl61_a_child_starts_anew(server, make):
     loop.remove(link)
 
 
+def test_what_is_renewed_while_it_is_being_set_up_is_set_up_again(server, make):
+    """An engine's memory may come in the middle of an attempt that knows nothing of it."""
+    link = make(interval=30)
+    registrar, inside, go = link._registrar, threading.Event(), threading.Event()
+    plain = registrar.register
+
+    def slow(client, chunk_size):
+        found = plain(client, chunk_size)
+        inside.set()
+        assert go.wait(5)
+        return found
+
+    registrar.register = slow
+    link.start(0)
+    assert inside.wait(5)
+    link.renew("there is more now", 0)
+    go.set()
+    eventually(lambda: link.is_healthy)
+    assert len(registrar.chunk_sizes) == 2
+    assert len(server.registrations) == 1
+    assert link.registration_id in server.registrations
+
+
 def test_a_fault_of_a_layout_degrades_and_does_not_end_the_loop(server, make):
     link = make(interval=0.05)
     link.start()
