@@ -31,7 +31,14 @@ _COMMON = {
 
 
 def _configs():
-    from transformers import DeepseekV2Config, Gemma3TextConfig, GptOssConfig, LlamaConfig, Qwen3NextConfig
+    from transformers import (
+        DeepseekV2Config,
+        Gemma3TextConfig,
+        GptOssConfig,
+        Lfm2Config,
+        LlamaConfig,
+        Qwen3NextConfig,
+    )
 
     return {
         "llama": lambda: LlamaConfig(num_hidden_layers=2, **_COMMON),
@@ -63,6 +70,19 @@ def _configs():
             moe_intermediate_size=64,
             shared_expert_intermediate_size=64,
             **{**_COMMON, "num_key_value_heads": 4, "head_dim": 256},
+        ),
+        # Short convolutions, whose state is a few tokens long, in one layer of two.
+        "lfm2": lambda: Lfm2Config(
+            num_hidden_layers=4,
+            layer_types=["conv", "full_attention"] * 2,
+            conv_L_cache=3,
+            conv_dim=128,
+            block_dim=128,
+            block_ff_dim=256,
+            block_multiple_of=32,
+            block_auto_adjust_ff_dim=False,
+            block_ffn_dim_multiplier=1.0,
+            **_COMMON,
         ),
         # Latent attention, which the connector refuses on a CPU.
         "deepseek": lambda: DeepseekV2Config(

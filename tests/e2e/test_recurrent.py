@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, Server, engine, prompt
+from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, Engine, Server, engine, prompt, transfer_config
+from e2e.test_preemption import count_preemptions
 from e2e.test_reuse import zero_what_is_loaded
 
 MODEL = "qwen3_next"
@@ -185,16 +186,88 @@ def test_chunks_of_one_block_and_of_four(chunk_size, serve, baseline):
     assert [answer.cached for answer in answers] == found
 
 
+def test_short_convolutions(serve, baseline):
+    """Chunks of one block: on a CPU this model's text depends on where its prefill is cut."""
+    server = serve(chunk_size=BLOCK)
+    options = {**OPTIONS, "dtype": "float32"}
+    right = baseline("lfm2", *SHELF, **options)
+    for _ in range(2):
+        with engine("lfm2", server, **options) as each:
+            answers = each.run(*SHELF)
+        assert [answer.tokens for answer in answers] == right
+    assert [answer.cached for answer in answers] == [(length - 1) // BLOCK * BLOCK for length in LENGTHS]
+
+
+def test_bytes_come_back_as_they_were(server):
+    """Requests side by side, in fewer blocks than they need: some are preempted, blocks change their owners.
+
+    Text of bfloat16 depends on the company then, so the bytes are compared: those in the engine when a step
+    had ended with those in another engine when a load had.
+    """
+    prompts = [prompt(length, seed=length) for length in range(90, 330, 15)]
+    busy = {"max_num_seqs": 8, "num_gpu_blocks_override": 60, "max_num_batched_tokens": 256}
+    with running(server, **busy) as first:
+        written = stored_bytes(first)
+        preempted = count_preemptions(first)
+        first.run(*prompts, num_tokens=40)
+    assert preempted
+    with running(server) as second:
+        read = loaded_bytes(second)
+        answers = second.run(*prompts)
+    assert [answer.cached for answer in answers] == expected(prompts)
+    assert len({name for name in read if name[1] != 3}) == 3 * len(prompts)
+    assert all(read[name] in written[name] for name in read)
+
+
+def objects_of(job, views):
+    """The bytes of a job's objects, by prompt, group and chunk."""
+    number = job.request_id.split("-")[0]
+    for each in job.plan.groups:
+        for chunk in range(each.first_chunk, each.first_chunk + each.chunk_count):
+            rows = [view[list(each.blocks_of(chunk))].numpy().tobytes() for view in views[each.group_index]]
+            yield (number, each.group_index, chunk), b"".join(rows)
+
+
+def stored_bytes(running):
+    """What was in the blocks of each store when its step had ended, of prompts computed twice both."""
+    worker, written = running.worker_connector._worker, {}
+    start_stores = worker.side.start_stores
+
+    def note(jobs, event):
+        for job in jobs:
+            for name, content in objects_of(job, worker.views):
+                written.setdefault(name, []).append(content)
+        start_stores(jobs, event)
+
+    worker.side.start_stores = note
+    return written
+
+
+def loaded_bytes(running):
+    worker, jobs, read = running.worker_connector._worker, {}, {}
+    start_loads, collect = worker.side.start_loads, worker.side._collect
+
+    def note(loads, event):
+        jobs.update((job.request_id, job) for job in loads)
+        start_loads(loads, event)
+
+    def collect_bytes(held):
+        results = collect(held)
+        for request_id in results.received:
+            read.update(objects_of(jobs[request_id], worker.views))
+        return results
+
+    worker.side.start_loads, worker.side._collect = note, collect_bytes
+    return read
+
+
 def test_without_prefix_caching_there_is_no_state_to_cache(server):
     from vllm.distributed import cleanup_dist_env_and_memory
 
     from kvwire.errors import LayoutUnsupported
 
     try:
-        with (
-            pytest.raises(LayoutUnsupported, match="--enable-prefix-caching"),
-            running(server, enable_prefix_caching=False),
-        ):
-            pass
+        with pytest.raises(LayoutUnsupported, match="--enable-prefix-caching"):
+            Engine(MODEL, transfer_config(server.address), dtype="bfloat16")
     finally:
         cleanup_dist_env_and_memory()
