@@ -54,30 +54,72 @@ def test_a_rank_at_each_server_and_one_of_them_is_restarted(pair, baseline):
         running.close()
 
 
+class Started:
+    """What engines are told of servers that they are to start, and the servers that they have started."""
+
+    def __init__(self, folder, count=1):
+        self.folder = folder / "run"
+        self.addresses = [f"unix:{folder}/{number}.sock" for number in range(count)]
+        self.extra = {
+            "autostart": True,
+            "autostart_l1_size": "16MiB",
+            "autostart_idle_exit": 120,
+            "autostart_flags": "--chunk-size 64",
+            "autostart_folder": str(self.folder),
+        }
+
+    @property
+    def address(self):
+        return ",".join(self.addresses)
+
+    def pids(self):
+        locks = [ServerFiles.of(self.folder, address).lock for address in self.addresses]
+        return [int(lock.read_text()) for lock in locks if lock.exists()]
+
+    def stop(self):
+        for pid in self.pids():
+            os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + 10
+        while any(is_running(pid) for pid in self.pids()):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        assert not any(Path(address.removeprefix("unix:")).exists() for address in self.addresses)
+
+
 def test_a_server_that_the_engine_starts_stays_for_the_next_engine(short_tmp, baseline):
-    address, folder = f"unix:{short_tmp}/kvwire.sock", short_tmp / "run"
     right = baseline("llama", *PROMPTS)
-    extra = {
-        "autostart": True,
-        "autostart_l1_size": "16MiB",
-        "autostart_flags": "--chunk-size 64",
-        "autostart_folder": str(folder),
-    }
-    place = type("Place", (), {"address": address})
-    pid = 0
+    started = Started(short_tmp)
+    seen = []
     try:
         for cached in (NOTHING, FOUND):
-            with engine("llama", place, extra=extra) as running:
+            with engine("llama", started, extra=started.extra) as running:
                 answers = running.run(*PROMPTS)
-            pid = pid or int(ServerFiles.of(folder, address).lock.read_text())
             assert [answer.tokens for answer in answers] == right
             assert [answer.cached for answer in answers] == cached
-            assert is_running(pid)
+            assert is_running(*started.pids())
+            seen += started.pids()
+        assert seen[0] == seen[1]
     finally:
-        if pid:
-            os.kill(pid, signal.SIGTERM)
-    deadline = time.monotonic() + 10
-    while is_running(pid):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    assert not Path(address.removeprefix("unix:")).exists()
+        started.stop()
+
+
+@pytest.mark.slow
+def test_an_engine_of_several_processes_starts_one_server_for_each_address(short_tmp, baseline):
+    """Scheduler and workers come at the same time, and end without taking the servers with them."""
+    right = [list(tokens) for tokens in baseline("llama", *PROMPTS)]
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    started = Started(short_tmp, count=2)
+    seen = []
+    try:
+        for cached in (NOTHING, FOUND):
+            running = EngineProcess("llama", transfer_config(started.address, **started.extra), **options)
+            try:
+                running.start()
+                assert running.run(*PROMPTS) == {"tokens": right, "cached": cached}
+            finally:
+                running.close()
+            seen.append(started.pids())
+        assert seen[0] == seen[1]
+        assert len(set(seen[0])) == 2
+    finally:
+        started.stop()

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import pytest
 
 from kvwire.client import Client
 from kvwire.vllm.autostart import ServerFiles, ensure_server, is_free, is_running
+from support.fake_server import fake_server
 from support.server_process import server_process
 
 FLAGS = ("--l1-size", "4MiB", "--chunk-size", "64")
@@ -129,6 +131,18 @@ def test_a_server_that_hangs_is_somebodys_and_not_replaced(place):
     os.kill(pid, signal.SIGSTOP)
     place.ensure(wait=5.0)
     assert servers_at(place.address) == [pid]
+
+
+def test_one_that_is_shutting_down_is_waited_for_and_replaced(place):
+    with fake_server(place.address) as leaving:
+        leaving.draining = True
+        starter = threading.Thread(target=place.ensure)
+        starter.start()
+        wait_until(lambda: leaving.calls["Ping"] > 2)
+        assert servers_at(place.address) == []
+        leaving.stop()
+        starter.join(30)
+    assert servers_at(place.address) == [place.pid]
 
 
 def test_what_a_dead_server_left_is_replaced(place):

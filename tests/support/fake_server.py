@@ -43,6 +43,7 @@ class FakeServer(pb_grpc.CacheServiceServicer, admin_grpc.AdminServiceServicer):
         self.delay: dict[str, float] = {}
         self.hold: dict[str, threading.Event] = {}
         self.lose_leases = False
+        self.draining = False
         self.item_errors: dict[int, KvwireError] = {}
         self.missing: set[tuple[int, int]] = set()
         self.objects: dict[tuple[bytes, int], bytes] = {}
@@ -156,7 +157,9 @@ class FakeServer(pb_grpc.CacheServiceServicer, admin_grpc.AdminServiceServicer):
         known = pb.REGISTRATION_STATE_KNOWN
         if request.registration_id not in self.registrations:
             known = pb.REGISTRATION_STATE_UNKNOWN
-        return pb.PingResponse(header=self._header, chunk_size=self.chunk_size, registration=known)
+        return pb.PingResponse(
+            header=self._header, chunk_size=self.chunk_size, registration=known, draining=self.draining
+        )
 
     def Lookup(self, request, context):
         self._enter("Lookup", request, context)

@@ -76,7 +76,7 @@ def ensure_server(address: str, flags: Sequence[str], folder: Path, wait: float 
     """
     deadline = time.monotonic() + wait
     try:
-        if not is_free(address):
+        if not is_free(address, wait):
             return
         files = ServerFiles.of(_private(folder), _absolute(address))
         with _locked(files.lock, deadline) as lock:
@@ -87,16 +87,23 @@ def ensure_server(address: str, flags: Sequence[str], folder: Path, wait: float 
         logger.warning("kvwire: no server was started at %s: %s", address, error)
 
 
-def is_free(address: str) -> bool:
-    """Nobody is there. A server that hangs or refuses is somebody: it is never replaced."""
+def is_free(address: str, wait: float = 0.0) -> bool:
+    """Nobody is there. A server that hangs or refuses is somebody: it is never replaced.
+
+    One that is shutting down is given `wait` seconds to be gone.
+    """
+    deadline = time.monotonic() + wait
     with Client(address, client_name="kvwire autostart") as client:
-        try:
-            client.ping(timeout=_PING_S)
-        except Unavailable:
-            return True
-        except KvwireError:
-            return False
-    return False
+        while True:
+            try:
+                leaving = client.ping(timeout=_PING_S).draining
+            except Unavailable:
+                return True
+            except KvwireError:
+                return False
+            if not leaving or time.monotonic() > deadline:
+                return False
+            time.sleep(_POLL_S)
 
 
 def _start(address: str, flags: Sequence[str], files: ServerFiles, lock: int, deadline: float) -> None:
