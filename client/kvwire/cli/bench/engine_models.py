@@ -25,13 +25,13 @@ _COMMON: Final = {
     "pad_token_id": 0,
 }
 RANDOM: Final[dict[str, dict[str, Any]]] = {
-    # One KV group of full attention, about 100 million weights: 48 KiB of KV per token in float32.
+    # One KV group of full attention, about 100 million weights: 36 KiB of KV per token in float32.
     "llama": {
         "hidden_size": 768,
         "intermediate_size": 2048,
         "num_hidden_layers": 12,
         "num_attention_heads": 12,
-        "num_key_value_heads": 8,
+        "num_key_value_heads": 6,
         "head_dim": 64,
         **_COMMON,
     },
