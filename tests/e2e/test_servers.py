@@ -29,11 +29,12 @@ def pair(short_tmp, engine_environment):
 
 
 @pytest.mark.slow
-def test_a_rank_at_each_server_and_one_of_them_is_restarted(pair, baseline):
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_a_rank_at_each_server_and_one_of_them_is_restarted(model, pair, baseline):
     """With one server away the engine computes everything itself; it comes back by itself, empty."""
-    right = [list(tokens) for tokens in baseline("llama", *PROMPTS)]
+    right = [list(tokens) for tokens in baseline(model, *PROMPTS)]
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    running = EngineProcess("llama", transfer_config(",".join(each.address for each in pair)), **options)
+    running = EngineProcess(model, transfer_config(",".join(each.address for each in pair)), **options)
     try:
         running.start()
         for server in pair:
