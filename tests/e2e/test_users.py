@@ -210,3 +210,26 @@ def test_a_router_sees_what_the_server_holds(server, short_tmp):
         until(lambda seen: not seen.kvwire)
         assert len(subscriber.gpu) >= len(blocks_of(tokens))
     subscriber.close()
+
+
+def test_lazy_stores_what_the_engine_is_about_to_drop(server, baseline):
+    """64 blocks, of which a prompt takes 7: the first one is dropped after eight others."""
+    first, others = fresh(200), [fresh(200) for _ in range(12)]
+    right, *expected = baseline("llama", first, *others)
+    options = {"enable_prefix_caching": True, "kv_cache_memory_bytes": 64 * 2 * 16384, "max_num_seqs": 2}
+    with engine("llama", server, extra={"lazy": True}, **options) as running:
+        free = running.free_blocks()
+        assert running.run(first)[0].tokens == right
+        assert running.run(first)[0].cached == 192
+        assert server.status().counters.stored_objects == 0
+        assert [running.run(tokens)[0].tokens for tokens in others] == expected
+        assert server.status().counters.stored_objects >= 3
+        (again,) = ask(running, first, stats=True)
+        assert tuple(again.outputs[0].token_ids) == right
+        assert told(again)["engine_cached_tokens"] == 0
+        assert told(again)["loaded_tokens"] == 192
+        assert running.free_blocks() == free
+        # All at once: more than the engine has room for.
+        assert [answer.tokens for answer in running.run(*others)] == expected
+        assert running.free_blocks() == free
+    server.assert_at_rest()

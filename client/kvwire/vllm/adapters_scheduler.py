@@ -14,7 +14,6 @@ from kvwire.client.health import HEARTBEAT_S
 from kvwire.client.link import START_S, Link
 from kvwire.client.types import Registration, ReleaseItem, Role
 from kvwire.errors import KvwireError
-from kvwire.keys import Namespace
 from kvwire.vllm.adapters_common import (
     CLIENT_ID_BYTES,
     LayoutFor,
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
     from kvwire.client.channel import TlsConfig
     from kvwire.client.client import Client
     from kvwire.client.types import LookupResult
-    from kvwire.keys import ExtraInput, Tokens
+    from kvwire.keys import ExtraInput, Namespace, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -200,7 +199,7 @@ class SchedulerAdapter:
         salt: str = "",
         extra_inputs: Iterable[ExtraInput] = (),
     ) -> None:
-        """Ask once for a request's prefix, by tokens, or by the engine's chained hashes of blocks or chunks."""
+        """Ask once for a request's prefix: by tokens, or by the engine's hashes of blocks or chunks."""
         if request_id in self._lookups:
             return
         lookup = _Lookup(self._link.registration_id, time.monotonic())

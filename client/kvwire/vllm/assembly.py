@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire import telemetry
 from kvwire.client.channel import TlsConfig
+from kvwire.client.layout import GroupKind
 from kvwire.errors import ConfigError, MissingExtra
 from kvwire.vllm import layerwise
 from kvwire.vllm.adapters import LoadStoreOp, SchedulerAdapter, WorkerAdapter
@@ -21,6 +22,7 @@ from kvwire.vllm.config import ConnectorConfig, connector_config
 from kvwire.vllm.engine import read_layout
 from kvwire.vllm.identity import engine_namespace
 from kvwire.vllm.layerwise import LayerLoads
+from kvwire.vllm.lazy import LazyStores, horizon
 from kvwire.vllm.requests import TrackerFactory
 from kvwire.vllm.scheduler import SchedulerSide
 from kvwire.vllm.servers import Share, SpreadSchedulerAdapter, spread
@@ -93,12 +95,14 @@ class Engine:
 
 @dataclass(slots=True)
 class SchedulerParts:
-    """`announcer` is there when the engine publishes KV events."""
+    """`announcer` is there when the engine publishes KV events. `horizon`: as of `LazyStores`; 0: none."""
 
     adapter: SchedulerAdapter | SpreadSchedulerAdapter
     side: SchedulerSide
     shares: tuple[Share, ...]
     reset_wait: float
+    world_size: int
+    horizon: int = 0
     announcer: Announcer | None = None
 
     def announce(self, hash_block_size: int) -> None:
@@ -110,6 +114,17 @@ class SchedulerParts:
             [each.for_events() for each in adapters], partial(self.side.tally.add, "lost_events")
         )
         self.side.naming = self.announcer
+
+    def watch(self, block_pool: Any) -> None:
+        """The engine's blocks, for storing what it is about to drop."""
+        if self.horizon and block_pool.enable_caching:
+            self.side.lazy = LazyStores(block_pool, self.horizon, self.world_size)
+        elif self.horizon:
+            logger.warning("kvwire: kvwire.lazy is not used: the engine's prefix caching is off")
+
+    @property
+    def is_copying(self) -> bool:
+        return self.side.lazy is not None and self.side.lazy.is_copying
 
     def take_events(self) -> list[Any]:
         return vllm_events(self.announcer.book) if self.announcer is not None else []
@@ -189,7 +204,23 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
     if engine.config.overlap and not engine.overlaps:
         why = layerwise.why_not(engine.layout)
         logger.warning("kvwire: this model's loads cannot overlap with its forward pass: %s", why)
-    return SchedulerParts(adapter, side, engine.shares, engine.config.reset_wait)
+    return SchedulerParts(
+        adapter,
+        side,
+        engine.shares,
+        engine.config.reset_wait,
+        engine.layout.world_size,
+        _horizon(engine, vllm_config) if engine.config.lazy else 0,
+    )
+
+
+def _horizon(engine: Engine, vllm_config: Any) -> int:
+    if any(group.kind is not GroupKind.FULL_ATTENTION for group in engine.layout.groups):
+        logger.warning("kvwire: kvwire.lazy is not used: this model has more than full attention")
+        return 0
+    scheduling = vllm_config.scheduler_config
+    spans = [group.span_tokens for group in engine.layout.groups]
+    return horizon(scheduling.max_num_batched_tokens, scheduling.max_num_seqs, spans)
 
 
 def _scheduler_adapter(engine: Engine, tally: Tally) -> SchedulerAdapter | SpreadSchedulerAdapter:

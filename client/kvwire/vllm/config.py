@@ -44,6 +44,11 @@ class ConnectorConfig:
     copy_threads: int = setting("Threads that copy blocks in each worker. 0: chosen by the data path.", 0)
     heartbeat_interval: float = setting("Seconds between two heartbeats.", 10.0)
     save_decode: bool = setting("Also store chunks that the model generated.", False)
+    lazy: bool = setting(
+        "Store only what the engine is about to drop from its own prefix cache. For models of full attention "
+        "whose prefix caching is on; others store as without it.",
+        False,
+    )
     request_stats: bool = setting(
         "Put each request's statistics into its response, as if it had asked for them.", False
     )

@@ -102,6 +102,17 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
         events = self._vllm_config.kv_events_config
         if events is not None and events.enable_kv_cache_events:
             self._of_scheduler.announce(gpu_block_pool.hash_block_size)
+        self._of_scheduler.watch(gpu_block_pool)
+
+    @contained(lambda: False)
+    def has_pending_block_frees(self) -> bool:
+        """Blocks that are copied before the engine drops them are free soon: nobody has to be preempted."""
+        return self._of_scheduler.is_copying
+
+    @contained(lambda: False)
+    def has_pending_push_work(self) -> bool:
+        """An engine without requests steps on until such blocks are free."""
+        return self._of_scheduler.is_copying
 
     @contained(list)
     def take_events(self) -> list[Any]:

@@ -212,7 +212,9 @@ class EventReader:
     def _follow(self) -> bool:
         """Until the stream ends. True: another run of the server has answered, and is to be asked anew."""
         # From the start of what the server remembers: what it stored before this engine came counts too.
-        pages = self._client.subscribe_kv_events(self._namespace, resume_after=self._sequence, from_oldest=not self._sequence)
+        pages = self._client.subscribe_kv_events(
+            self._namespace, resume_after=self._sequence, from_oldest=not self._sequence
+        )
         try:
             for page in pages:
                 self._failures = 0

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Sequence
 
     from kvwire.vllm.layout import EngineLayout
+    from kvwire.vllm.lazy import LazyStores
     from kvwire.vllm.ports import Lookups, Naming
 
 logger = logging.getLogger(__name__)
@@ -61,6 +62,7 @@ class SchedulerSide:
         self._open_loads = OpenLoads(layout.world_size)
         self.tally = tally or Tally()
         self.naming: Naming | None = None
+        self.lazy: LazyStores | None = None
         self._cut: ChunkCut | None = None
         self._trackers: dict[str, RequestTracker] = {}
         self._unanswered: set[str] = set()
@@ -156,6 +158,8 @@ class SchedulerSide:
                 self._lookups.release_lookup(tracker.session_id, tracker.released_chunks)
                 self._start_over(tracker)
             tracker.outdated = tracker.stage is not Stage.NEW
+        if self.lazy is not None:
+            self.lazy.forget()
         kept = self._lookups.clear(timeout)
         if kept or self._open_stores:
             logger.warning(
@@ -215,6 +219,8 @@ class SchedulerSide:
             (self._unhealthy_ranks.discard if healthy else self._unhealthy_ranks.add)(rank)
         for request_id, count in report.ended_stores.items():
             self._open_stores -= count
+            if self.lazy is not None:
+                self.lazy.ended(request_id, count)
             tracker = self._trackers.get(request_id)
             if tracker is not None:
                 tracker.open_stores -= count
@@ -377,6 +383,11 @@ class SchedulerSide:
             except Exception:
                 logger.exception("kvwire: request %s is not stored", request_id)
                 tracker.cacheable = False
+        if self.lazy is not None:
+            due = self.lazy.due()
+            self._open_stores += self._layout.world_size * len(due)
+            self.tally.add("stored_tokens", len(due) * cut.chunk_size)
+            stores.extend(due)
         return stores
 
     def _storable_tokens(self, tracker: RequestTracker, num_new: int) -> int:
@@ -396,13 +407,15 @@ class SchedulerSide:
             return []
         states = known_states(cut, tables, tracker.offers, tracker.local)
         plan = store_plan(cut, tables, chunks, states)
+        self._name(tracker, plan.chunks, cut)
+        if self.lazy is not None:
+            plan = self.lazy.keep(tracker, plan, cut.chunk_size)
         if not plan.groups:
             return []
         prompt = Prompt(tracker.session_id)
         if plan.chunks.stop * cut.chunk_size > tracker.asked:
             keys = tracker.keys(plan.chunks, cut.chunk_size)
             prompt = Prompt(tracker.session_id, tracker.namespace, keys)
-        self._name(tracker, plan.chunks, cut)
         num_tokens = len(plan.chunks) * cut.chunk_size
         tracker.account.stored += num_tokens
         self.tally.add("stored_tokens", num_tokens)
