@@ -103,10 +103,10 @@ class OpenAiServer:
         details = reply["usage"].get("prompt_tokens_details") or {}
         return Completion(reply["choices"][0]["text"].strip(), details.get("cached_tokens") or 0)
 
-    def forget(self):
+    def forget(self, how=""):
         """Empty the engine's own prefix cache, which it refuses while something of it is in use."""
         deadline = time.monotonic() + 20
-        while not self.post("/reset_prefix_cache")["success"]:
+        while not self.post(f"/reset_prefix_cache{how}")["success"]:
             assert time.monotonic() < deadline
             time.sleep(0.05)
 

@@ -80,6 +80,43 @@ def test_what_was_stored_is_found_when_the_engine_has_forgotten_it(openai, cache
     assert_no_complaint(openai)
 
 
+def ask(openai, tokens, **params):
+    """The whole reply, with what it says of kvwire."""
+    given = {f"kvwire.{name}": value for name, value in params.items()}
+    body = {"model": "tiny", "prompt": tokens, "max_tokens": 4, "temperature": 0, "ignore_eos": True}
+    return openai.post("/v1/completions", {**body, "kv_transfer_params": given})
+
+
+def test_requests_say_what_they_want_and_are_told_what_they_got(openai, cache):
+    tokens = prompt(200, seed=3000)
+    assert ask(openai, tokens)["kv_transfer_params"] is None
+    openai.forget()
+    told = ask(openai, tokens, stats=True)["kv_transfer_params"]["kvwire"]
+    assert (told["prompt_tokens"], told["loaded_tokens"], told["reason"]) == (200, 192, "")
+    openai.forget()
+    told = ask(openai, tokens, stats=True, load=False)["kv_transfer_params"]["kvwire"]
+    assert told["loaded_tokens"] == 0
+    assert ask(openai, tokens, laod="no")["choices"]
+    assert "'kvwire.laod' is unknown" in openai.log()
+    cache.assert_at_rest()
+
+
+def test_the_engines_own_metrics_tell_of_kvwire(openai):
+    loaded = openai.metric("vllm:kvwire_loaded_tokens_total")
+    assert loaded == openai.metric(HITS) > 0
+    assert openai.metric("vllm:kvwire_lookup_hit_tokens_total") >= loaded
+    assert openai.metric("vllm:kvwire_loaded_bytes_total") > 0
+    assert openai.metric("vllm:kvwire_stored_bytes_total") > 0
+    assert openai.metric("vllm:kvwire_load_seconds_count") == openai.metric("vllm:kvwire_loads_total") > 0
+    assert openai.metric("vllm:kvwire_usable") == 1
+
+
+def test_resetting_the_prefix_cache_empties_the_server_too(openai, cache):
+    assert cache.status().memory.chunks > 0
+    openai.forget("?reset_external=true")
+    assert cache.status().memory.chunks == 0
+
+
 class Requests(threading.Thread):
     """A user who asks for one prompt after the other until told to stop."""
 
