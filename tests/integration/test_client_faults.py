@@ -18,7 +18,9 @@ import trustme
 
 from kvwire import errors
 from kvwire.client import Client, TlsConfig
+from kvwire.client.binding import LivePath
 from kvwire.vllm.adapters import LoadStoreOp, WorkerAdapter
+from support.proxy import Proxy
 from support.server_process import server_process
 
 BLOCKS, BLOCK_SIZE, CHUNK = 64, 16, 64
@@ -331,3 +333,41 @@ def test_bl32_transfers_in_a_server_that_stops_end_in_time(short_tmp, data_path)
         with Client(server.address) as client:
             wait_until(lambda: idle(client))
         worker.shutdown()
+
+
+@pytest.mark.leakcheck("threads")
+def test_bl32_a_wire_that_takes_no_more_bytes_holds_nobody_up(short_tmp, monkeypatch):
+    """In the middle of a store: its own deadline ends it, or the next heartbeats do."""
+    deadlines = {**DEADLINES, "WriteChunks": 1.0}
+    with (
+        server_process(short_tmp, "--chunk-size=64", "--l1-size=64MiB") as server,
+        Proxy(short_tmp / "wire.sock", server.address) as wire,
+    ):
+        client = Client(wire.address, deadlines=deadlines)
+        cache = register(client, random_kv(4, page=256 << 10), data_path="inline")
+        real, copied = LivePath.write, []
+
+        def write(path, ticket, fill, deadline):
+            def stall_and_fill(slot, start, stop, data):
+                copied.append(slot.index)
+                if len(copied) == 3:
+                    wire.stall()
+                fill(slot, start, stop, data)
+
+            return real(path, ticket, stall_and_fill, deadline)
+
+        monkeypatch.setattr(LivePath, "write", write)
+        with cache.session(range(512)) as session:
+            result = session.store(range(32))
+            assert result.error.reason in {"DEADLINE_EXCEEDED", "SERVER_UNAVAILABLE"}
+        assert len(copied) >= 3
+        monkeypatch.undo()
+        wait_until(lambda: not cache.is_healthy)
+        wire.heal()
+        wait_until(lambda: cache.is_healthy)
+        with cache.session(range(512)) as session:
+            assert session.hit_tokens == 0
+            assert session.store(range(32)).ok
+        wait_until(lambda: idle(client))
+        cache.close()
+        client.close()

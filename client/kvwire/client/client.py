@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack
+from typing import TYPE_CHECKING, Any, Final, Self, TypeVar, Unpack
 
 import grpc
 
@@ -14,7 +14,7 @@ from kvwire.client.channel import ChannelConfig, TlsConfig, parse_target
 from kvwire.client.connection import Connection
 from kvwire.client.deadlines import Deadlines
 from kvwire.client.state import ClientState
-from kvwire.client.status import from_rpc_error, retry_delay
+from kvwire.client.status import from_rpc_error, retry_delay, stuck
 from kvwire.errors import KvwireError, Overloaded, Unavailable
 from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import cache_service_pb2 as pb
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from kvwire.keys import ExtraInput, Namespace, Tokens
 
 R = TypeVar("R")
+
+_STUCK_S: Final = 0.5
+"""gRPC ends a call whose time is up when its connection has taken what was written: never, where the other
+side does not read. So long it is waited for, and then left alone."""
 
 
 class Client:
@@ -49,7 +53,10 @@ class Client:
         self.client_name = client_name
         self.deadlines = Deadlines(deadlines)
         self.state = ClientState()
-        self._connection = Connection(ChannelConfig(self.target, tls, token))
+        config = ChannelConfig(self.target, tls, token)
+        self._connection = Connection(config)
+        # A connection that takes no more bytes holds up all calls on it, beyond their deadlines.
+        self._bulk = Connection(config)
 
     def __enter__(self) -> Self:
         return self
@@ -62,10 +69,12 @@ class Client:
     def close(self) -> None:
         """End calls in flight and the connection. Idempotent."""
         self._connection.close()
+        self._bulk.close()
 
     def reset(self) -> None:
         """End calls in flight and connect anew at the next call."""
         self._connection.reset()
+        self._bulk.reset()
 
     def clone(self) -> Client:
         """Another client of the same server, with a connection of its own."""
@@ -217,10 +226,15 @@ class Client:
     def write_chunks(self, pieces: Iterator[pb.WriteChunksRequest], *, timeout: float | None = None) -> int:
         """The inline path of a store. Returns the number of bytes that the server took."""
         seconds = timeout or self.deadlines["WriteChunks"]
+        call = self._bulk.stub("CacheService").WriteChunks.future(pieces, timeout=seconds)
         try:
-            reply = self._stub().WriteChunks(pieces, timeout=seconds)
-        except grpc.RpcError as exc:
-            raise self._error(exc, "WriteChunks", seconds) from None
+            reply = call.result(seconds + _STUCK_S)
+        except (grpc.RpcError, grpc.FutureCancelledError) as exc:
+            raise self._late_error(exc, "WriteChunks", seconds) from None
+        except grpc.FutureTimeoutError:
+            call.cancel()
+            self._bulk.reset()
+            raise stuck(str(self.target), "WriteChunks", seconds) from None
         self.state.see(reply.header.incarnation)
         return int(reply.written_bytes)
 
@@ -230,7 +244,7 @@ class Client:
         """The inline path of a retrieve: pieces, in the order of leases and slots."""
         seconds = timeout or self.deadlines["ReadChunks"]
         request = pb.ReadChunksRequest(registration_id=registration_id, lease_ids=lease_ids)
-        stream = self._stub().ReadChunks(request, timeout=seconds)
+        stream = self._bulk.stub("CacheService").ReadChunks(request, timeout=seconds)
         try:
             yield from stream
         except grpc.RpcError as exc:

@@ -105,6 +105,11 @@ def from_rpc_error(exc: grpc.RpcError, *, address: str, method: str, seconds: fl
     return build(_Failure(exc.code(), text, address, method, seconds))
 
 
+def stuck(address: str, method: str, seconds: float) -> KvwireError:
+    """The error of a call that gRPC does not end although its time is over."""
+    return _deadline(_Failure(grpc.StatusCode.DEADLINE_EXCEEDED, "", address, method, seconds))
+
+
 def item_error(message: error_reason_pb2.ItemError) -> KvwireError:
     """The typed error of one item of a batch."""
     try:
