@@ -130,6 +130,22 @@ def test_a_turn_continues_from_the_one_before(server, baseline):
         assert (answer.tokens, answer.cached) == (tokens_of, cached)
 
 
+def test_a_prefix_in_common(server, baseline):
+    """Its state is kept when the engine sees it for the second time, where a chunk ends; all find it then."""
+    prompts = [prompt(150) + prompt(length, seed=length) for length in (100, 90, 80, 70)]
+    right = baseline(MODEL, *prompts, **OPTIONS)
+    with running(server) as first:
+        answers = first.run(*prompts[:2])
+    with running(server) as second:
+        answers += second.run(*prompts[2:])
+    assert [answer.tokens for answer in answers] == right
+    assert [answer.cached for answer in answers] == [0, 0, 128, 128]
+    with running(server) as third:
+        again = third.run(*prompts)
+    assert [answer.tokens for answer in again] == right
+    assert [answer.cached for answer in again] == [192, 128, 192, 192]
+
+
 def test_generated_tokens_are_reused_in_the_next_turn(server, baseline):
     first_turn = prompt(120)
     with running(server, extra={"save_decode": True}) as first:

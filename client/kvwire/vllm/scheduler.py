@@ -86,13 +86,16 @@ class SchedulerSide:
 
     def matched_tokens(self, request: Any, num_computed: int) -> int | None:
         """How many tokens beyond `num_computed` a load would bring. None: not known yet, ask again."""
-        tracker = self._tracker(request)
-        cut = self._chunks()
-        if tracker.preemptions != request.num_preemptions:
+        tracker, cut = self._tracker(request), self._chunks()
+        tokens = self._promise(tracker, cut, num_computed)
+        if cut is not None and tokens is not None and self._may_store:
+            keep_state(request, cut, num_computed + tokens)
+        return tokens
+
+    def _promise(self, tracker: RequestTracker, cut: ChunkCut | None, num_computed: int) -> int | None:
+        if tracker.preemptions != tracker.request.num_preemptions:
             self._start_over(tracker)
         tracker.local = num_computed
-        if cut is not None and self._may_store:
-            keep_state(request, cut)
         reason = self._why_not(tracker, cut)
         if cut is None or reason:
             tracker.account.reason = tracker.account.reason or reason
@@ -114,7 +117,7 @@ class SchedulerSide:
             tracker.account.hit = hit
             tracker.account.reason = "" if hit else "nothing found"
         tracker.promised = (
-            external_tokens(cut, hit, request.num_tokens, num_computed) if self._may_load else 0
+            external_tokens(cut, hit, tracker.request.num_tokens, num_computed) if self._may_load else 0
         )
         return tracker.promised
 

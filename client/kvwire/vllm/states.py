@@ -14,14 +14,17 @@ if TYPE_CHECKING:
     from kvwire.vllm.tracker import RequestTracker
 
 
-def keep_state(request: Any, cut: ChunkCut) -> None:
-    """Have the engine stop where the last chunk of the prompt ends, and keep its recurrent state there.
+def keep_state(request: Any, cut: ChunkCut, start: int) -> None:
+    """Have the engine, which resumes at `start`, stop where a chunk ends and keep its recurrent state there.
 
-    By itself it does so at its last block only. This is how it marks the end of a prefix that it has seen
-    before, so a mark of its own stays.
+    By itself it does so at its last block, and at the end of a prefix that it has seen before, which it marks
+    in the request. The mark goes to where a chunk ends before it; without any, to where the last one does.
     """
-    if cut.has_states_inside_chunks and getattr(request, "shared_prefix_boundary", None) == 0:
-        request.shared_prefix_boundary = tokens_to_ask(cut, request.num_tokens)
+    mark = getattr(request, "shared_prefix_boundary", None)
+    if mark is None or not cut.has_states_inside_chunks:
+        return
+    seen = mark // cut.chunk_size * cut.chunk_size
+    request.shared_prefix_boundary = seen if seen > start else tokens_to_ask(cut, request.num_tokens)
 
 
 def note_states(tracker: RequestTracker, cut: ChunkCut, scheduler_output: Any, num_new: int) -> None:

@@ -101,17 +101,28 @@ def test_the_state_that_the_engine_resumes_from_is_stored(lookups):
 
 
 class TestWhereTheEngineStops:
-    def test_the_end_of_the_last_chunk_that_leaves_a_token(self, lookups):
-        side = side_with_states(lookups)
-        for length, stop in ((3 * CHUNK, 2 * CHUNK), (3 * CHUNK + 1, 3 * CHUNK), (CHUNK, 0)):
-            request = Request(str(length), range(length), shared_prefix_boundary=0)
-            side.matched_tokens(request, 0)
-            assert request.shared_prefix_boundary == stop
+    def stop(self, side, length, mark=0, local=0):
+        request = Request(str(length), range(length), shared_prefix_boundary=mark)
+        side.matched_tokens(request, local)
+        side.matched_tokens(request, local)
+        return request.shared_prefix_boundary
 
-    def test_a_mark_of_the_engines_own_stays(self, lookups):
-        request = Request("r", range(200), shared_prefix_boundary=32)
-        side_with_states(lookups).matched_tokens(request, 0)
-        assert request.shared_prefix_boundary == 32
+    def test_at_the_end_of_the_last_chunk_that_leaves_a_token(self, lookups):
+        side = side_with_states(lookups)
+        lookups.hits = {str(3 * CHUNK): 0, str(3 * CHUNK + 1): 0}
+        assert self.stop(side, 3 * CHUNK) == 2 * CHUNK
+        assert self.stop(side, 3 * CHUNK + 1) == 3 * CHUNK
+        assert self.stop(side, CHUNK) == 0
+
+    @pytest.mark.parametrize(("mark", "stop"), [(160, 128), (128, 128), (96, 256), (32, 256)])
+    def test_at_the_chunk_before_a_mark_of_the_engine(self, mark, stop, lookups):
+        """Unless a load brings it there: 64 tokens are found."""
+        lookups.hits["300"] = 64
+        assert self.stop(side_with_states(lookups), 300, mark) == stop
+
+    def test_at_nothing_that_the_engine_has(self, lookups):
+        lookups.hits["300"] = 0
+        assert self.stop(side_with_states(lookups), 300, mark=160, local=128) == 256
 
     @pytest.mark.parametrize(
         ("groups", "options"),
@@ -121,7 +132,7 @@ class TestWhereTheEngineStops:
             ([group(STATE, state=True), group(FULL)], {"stores": False}),
         ],
     )
-    def test_no_stop_without_a_use(self, groups, options, lookups):
-        request = Request("r", range(200), shared_prefix_boundary=0)
-        scheduler_side(lookups, *groups, **options).matched_tokens(request, 0)
-        assert request.shared_prefix_boundary == 0
+    def test_not_without_a_use(self, groups, options, lookups):
+        lookups.hits["200"] = 0
+        assert self.stop(scheduler_side(lookups, *groups, **options), 200) == 0
+        assert self.stop(scheduler_side(lookups, *groups, **options), 200, mark=96) == 96
