@@ -307,8 +307,8 @@ def _shares(addresses: tuple[str, ...], parallel: Any, world_size: int) -> tuple
         engine_index=getattr(parallel, "data_parallel_index", 0),
     )
     unused = set(addresses) - {share.address for share in shares}
-    if unused and parallel.data_parallel_size == 1:
-        logger.warning("kvwire: there is no rank for the servers at %s", ", ".join(sorted(unused)))
+    if unused:
+        logger.info("kvwire: this engine has no ranks for %s", ", ".join(sorted(unused)))
     return shares
 
 
