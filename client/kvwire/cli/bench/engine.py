@@ -87,7 +87,10 @@ def run(plan: Plan, progress: Progress) -> dict[str, Any]:
         engines = _start(plan, model, folder, stack, progress)
         bench = Bench(plan, model, engines, progress)
         bench.fill()
-        return bench.report(bench.first_tokens(), bench.idle_steps())
+        found = bench.report(bench.first_tokens(), bench.idle_steps())
+        if plan.overlap:
+            found |= bench.report_bursts(*bench.bursts())
+        return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,6 +199,17 @@ class Bench:
             samples[name].append(answer["first_token_s"])
         return samples
 
+    def bursts(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+        """All prompts at once, beside requests that generate: seconds to the first token, and the longest
+        step meanwhile."""
+        first: dict[str, list[float]] = defaultdict(list)
+        longest: dict[str, list[float]] = defaultdict(list)
+        for _, name, process in self._turns("bursts"):
+            answer = process.ask("burst", prompts=self._prompts, short=self._short, count=BURSTS[1])
+            first[name].append(answer["first_token_s"])
+            longest[name].append(answer["longest_step_s"])
+        return first, longest
+
     def idle_steps(self) -> dict[str, list[float]]:
         """Steps per second, while no connector has anything to do."""
         self._progress("idle steps: warming up")
@@ -227,7 +241,7 @@ class Bench:
             told["ttft_overlap_vs_async"] = _ratio(seconds, OVERLAP, KVWIRE)
             told["idle_steps_overlap_vs_without"] = _ratio(steps, OVERLAP, WITHOUT)
         told |= {
-            "ttft_ms": {name: round(stats.median(each) * 1e3, 2) for name, each in seconds.items()},
+            "ttft_ms": _milliseconds(seconds),
             "steps_per_s": {name: round(stats.median(each), 1) for name, each in steps.items()},
             "model": self._model.name,
             "prompt_tokens": plan.prompt_tokens,
@@ -241,8 +255,23 @@ class Bench:
         }
         return told
 
+    def report_bursts(
+        self, first: Mapping[str, list[float]], longest: Mapping[str, list[float]]
+    ) -> dict[str, Any]:
+        return {
+            "burst_ttft_vs_without": _ratio(first, KVWIRE, WITHOUT),
+            "burst_ttft_overlap_vs_async": _ratio(first, OVERLAP, KVWIRE),
+            "burst_longest_step_overlap_vs_async": _ratio(longest, OVERLAP, KVWIRE),
+            "burst_ttft_ms": _milliseconds(first),
+            "burst_longest_step_ms": _milliseconds(longest),
+        }
+
     def _prompt(self, source: random.Random, length: int) -> list[int]:
         return [source.randrange(3, self._model.vocabulary) for _ in range(length)]
+
+
+def _milliseconds(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    return {name: round(stats.median(each) * 1e3, 2) for name, each in samples.items()}
 
 
 def _ratio(samples: Mapping[str, Sequence[float]], upper: str, lower: str) -> float | None:

@@ -65,13 +65,31 @@ class Engine:
             "token_ids": list(output.outputs[0].token_ids),
         }
 
+    def burst(self, prompts: list[list[int]], short: list[list[int]], count: int) -> dict[str, Any]:
+        """Prompts that come together while other requests generate: their mean time to the first token, and
+        the longest step that the others waited for meanwhile."""
+        running = [self._add(tokens, count) for tokens in short]
+        self._step_until_all_started(running)
+        begin = time.perf_counter()
+        waiting = {self._add(tokens, 1) for tokens in prompts}
+        seconds: list[float] = []
+        longest = 0.0
+        while waiting:
+            before = time.perf_counter()
+            outputs = self._engine.step()
+            now = time.perf_counter()
+            longest = max(longest, now - before)
+            for each in outputs:
+                if each.request_id in waiting and each.outputs[0].token_ids:
+                    waiting.discard(each.request_id)
+                    seconds.append(now - begin)
+        self._engine.abort_request(running, internal=False)
+        self._flush()
+        return {"first_token_s": sum(seconds) / len(seconds), "longest_step_s": longest}
+
     def steps(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
         """`count` steps that generate one token for each prompt, timed from when all have their first."""
-        for tokens in prompts:
-            self._add(tokens, count + 8)
-        started: set[str] = set()
-        while len(started) < len(prompts):
-            started |= {each.request_id for each in self._engine.step() if each.outputs[0].token_ids}
+        self._step_until_all_started([self._add(tokens, count + 8) for tokens in prompts])
         begin = time.perf_counter()
         for _ in range(count):
             self._engine.step()
@@ -85,12 +103,19 @@ class Engine:
         self._engine.engine_core.shutdown()
         return {}
 
-    def _add(self, tokens: list[int], max_tokens: int) -> None:
+    def _step_until_all_started(self, names: list[str]) -> None:
+        started: set[str] = set()
+        while len(started) < len(names):
+            started |= {each.request_id for each in self._engine.step() if each.outputs[0].token_ids}
+
+    def _add(self, tokens: list[int], max_tokens: int) -> str:
         from vllm import SamplingParams
 
         self._count += 1
         sampling = SamplingParams(temperature=0.0, max_tokens=max_tokens, ignore_eos=True, detokenize=False)
-        self._engine.add_request(str(self._count), {"prompt_token_ids": tokens}, sampling)
+        name = str(self._count)
+        self._engine.add_request(name, {"prompt_token_ids": tokens}, sampling)
+        return name
 
     def _flush(self) -> None:
         """Until the connector has let go of the blocks: the next request must find what this one stored."""
