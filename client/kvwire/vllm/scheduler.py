@@ -6,6 +6,7 @@ import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire import telemetry
+from kvwire.vllm.accounts import Accounts
 from kvwire.vllm.blocks import given_out
 from kvwire.vllm.layerwise import OpenLoads, blocks_behind
 from kvwire.vllm.layout import ChunkCut
@@ -21,7 +22,6 @@ from kvwire.vllm.plan import (
     tokens_to_ask,
 )
 from kvwire.vllm.states import keep_state, note_states
-from kvwire.vllm.tally import Tally
 from kvwire.vllm.tracker import RequestTracker, Stage
 
 if TYPE_CHECKING:
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from kvwire.vllm.layout import EngineLayout
     from kvwire.vllm.lazy import LazyStores
     from kvwire.vllm.ports import Lookups, Naming
+    from kvwire.vllm.tally import Tally
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,7 @@ class SchedulerSide:
         self._early_lookups = early_lookups
         self.overlap = overlap
         self._open_loads = OpenLoads(layout.world_size)
-        self.tally = tally or Tally()
+        self._accounts = Accounts(tally)
         self.naming: Naming | None = None
         self.lazy: LazyStores | None = None
         self._cut: ChunkCut | None = None
@@ -98,7 +99,7 @@ class SchedulerSide:
         tracker.local = num_computed
         reason = self._why_not(tracker, cut)
         if cut is None or reason:
-            tracker.account.reason = tracker.account.reason or reason
+            self._accounts.not_asked(tracker, reason)
             # What an earlier answer promised may be gone with the server.
             tracker.hit = 0
             self._unanswered.discard(tracker.request_id)
@@ -113,9 +114,7 @@ class SchedulerSide:
             return None
         self._unanswered.discard(tracker.request_id)
         tracker.hit = hit
-        if not tracker.account.admitted:
-            tracker.account.hit = hit
-            tracker.account.reason = "" if hit else "nothing found"
+        self._accounts.answered(tracker, hit)
         tracker.promised = (
             external_tokens(cut, hit, tracker.request.num_tokens, num_computed) if self._may_load else 0
         )
@@ -170,6 +169,10 @@ class SchedulerSide:
             )
         return kept == 0 and not self._open_stores
 
+    @property
+    def tally(self) -> Tally:
+        return self._accounts.tally
+
     def is_usable(self) -> bool:
         return self._lookups.is_healthy and not self._unhealthy_ranks
 
@@ -210,7 +213,7 @@ class SchedulerSide:
         for request_id in (*(output.finished_recving or ()), *ended):
             tracker = self._trackers.get(request_id)
             if tracker is not None:
-                self._loaded(tracker)
+                self._accounts.loaded(tracker)
                 self._admit(tracker)
         for request_id in output.finished_sending or ():
             session = self._closing.pop(request_id, None)
@@ -283,7 +286,7 @@ class SchedulerSide:
 
     def _admit(self, tracker: RequestTracker) -> None:
         self._early.discard(tracker.request_id)
-        self._count(tracker)
+        self._accounts.admitted(tracker)
         if tracker.stage in {Stage.ASKED, Stage.LOADING}:
             self._lookups.release_lookup(tracker.session_id, tracker.released_chunks)
         tracker.stage = Stage.ADMITTED
@@ -340,27 +343,12 @@ class SchedulerSide:
             if not tracker.loading_blocks.isdisjoint(blocks)
         }
 
-    def _count(self, tracker: RequestTracker) -> None:
-        account = tracker.account
-        if not account.admitted:
-            account.admitted, account.local = True, tracker.local
-        if tracker.stage in {Stage.ASKED, Stage.LOADING}:
-            self.tally.add("lookups")
-            self.tally.add("lookup_asked_tokens", tracker.asked)
-            self.tally.add("lookup_hit_tokens", tracker.hit)
-
-    def _loaded(self, tracker: RequestTracker) -> None:
-        if tracker.stage is Stage.LOADING and tracker.may_load:
-            self.tally.add("loaded_tokens", tracker.promised)
-            if not tracker.account.admitted:
-                tracker.account.loaded = tracker.promised
-
     def _load_failed(self, request_id: str) -> None:
         tracker = self._trackers.get(request_id)
         if tracker is not None:
             # A load that fails is not tried again, and what the server had cannot be relied on.
             tracker.may_load = False
-            tracker.account.reason = "the load failed"
+            self._accounts.load_failed(tracker)
             tracker.next_chunk = 0
 
     # Stores
@@ -419,9 +407,7 @@ class SchedulerSide:
         if plan.chunks.stop * cut.chunk_size > tracker.asked:
             keys = tracker.keys(plan.chunks, cut.chunk_size)
             prompt = Prompt(tracker.session_id, tracker.namespace, keys)
-        num_tokens = len(plan.chunks) * cut.chunk_size
-        tracker.account.stored += num_tokens
-        self.tally.add("stored_tokens", num_tokens)
+        self._accounts.stored(tracker, len(plan.chunks) * cut.chunk_size)
         tracker.open_stores += self._layout.world_size
         self._open_stores += self._layout.world_size
         return [Job(tracker.request_id, prompt, plan, trace=tracker.trace)]

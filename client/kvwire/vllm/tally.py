@@ -57,6 +57,8 @@ class Tally:
 
     def take(self) -> dict[str, Any] | None:
         """Everything since the last call; None when there is nothing new."""
+        if not self._counts and not self._durations and self._usable is self._told:
+            return None
         with self._lock:
             counts, self._counts = dict(self._counts), Counter()
             durations, self._durations = self._durations, {}

@@ -239,6 +239,27 @@ class TestTally:
         }
         assert side.tally.take() is None
 
+    def test_bl67_each_request_is_counted_once(self, lookups):
+        """Polled a hundred times, preempted and found again by more: 0.65 stays 0.65."""
+        side = scheduler_side(lookups)
+        hits = [512] * 5 + [256] * 3 + [0] * 2
+        requests = [Request(f"r{number}", range(512)) for number in range(10)]
+        for request, hit in zip(requests, hits, strict=True):
+            for _ in range(100):
+                assert side.matched_tokens(request, 0) is None
+            promised = ask(side, lookups, request, hit)
+            side.allocated(request, Blocks([*range(1, 17)]), promised)
+            side.worker_output(worker_output(received={request.request_id} if promised else ()))
+            side.allocated(request, Blocks([*range(1, 17)]), 0)
+        requests[9].num_preemptions = 1
+        assert ask(side, lookups, requests[9], 512) > 0
+        side.allocated(requests[9], Blocks([*range(1, 17)]), 480)
+        side.worker_output(worker_output(received={"r9"}))
+        counted = side.tally.take()
+        assert counted["lookups"] == 10
+        assert counted["lookup_hit_tokens"] / counted["lookup_asked_tokens"] == 0.65
+        assert counted["loaded_tokens"] == 5 * 480 + 3 * 256 + 480
+
     def test_durations_are_bounded(self):
         tally = Tally()
         for _ in range(MAX_DURATIONS + 5):
