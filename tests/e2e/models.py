@@ -30,6 +30,29 @@ _COMMON = {
 }
 
 
+def _qwen3_next(width):
+    from transformers import Qwen3NextConfig
+
+    return Qwen3NextConfig(
+        num_hidden_layers=4,
+        linear_num_key_heads=width,
+        linear_num_value_heads=width,
+        linear_key_head_dim=128,
+        linear_value_head_dim=128,
+        num_experts=2,
+        num_experts_per_tok=1,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        **{
+            **_COMMON,
+            "num_attention_heads": 4 * width,
+            "num_key_value_heads": 4 * width,
+            # As large as to make a block of 32 tokens hold a state.
+            "head_dim": 256,
+        },
+    )
+
+
 def _configs():
     from transformers import (
         DeepseekV2Config,
@@ -37,7 +60,6 @@ def _configs():
         GptOssConfig,
         Lfm2Config,
         LlamaConfig,
-        Qwen3NextConfig,
     )
 
     return {
@@ -58,19 +80,9 @@ def _configs():
             num_experts_per_tok=1,
             **_COMMON,
         ),
-        # Recurrent state (gated delta net) in three layers of four.
-        "qwen3_next": lambda: Qwen3NextConfig(
-            num_hidden_layers=4,
-            linear_num_key_heads=1,
-            linear_num_value_heads=1,
-            linear_key_head_dim=128,
-            linear_value_head_dim=128,
-            num_experts=2,
-            num_experts_per_tok=1,
-            moe_intermediate_size=64,
-            shared_expert_intermediate_size=64,
-            **{**_COMMON, "num_key_value_heads": 4, "head_dim": 256},
-        ),
+        # Recurrent state (gated delta net) in three layers of four; twice as wide, for two workers.
+        "qwen3_next": lambda: _qwen3_next(1),
+        "qwen3_next_wide": lambda: _qwen3_next(2),
         # Short convolutions, whose state is a few tokens long, in one layer of two.
         "lfm2": lambda: Lfm2Config(
             num_hidden_layers=4,

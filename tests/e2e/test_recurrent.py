@@ -10,6 +10,7 @@ import pytest
 
 from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, Engine, Server, engine, prompt, transfer_config
 from e2e.test_preemption import count_preemptions
+from e2e.test_processes import EngineProcess
 from e2e.test_reuse import zero_what_is_loaded
 
 MODEL = "qwen3_next"
@@ -275,6 +276,26 @@ def loaded_bytes(running):
 
     worker.side.start_loads, worker.side._collect = note, collect_bytes
     return read
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_each_rank_keeps_its_part_of_a_state(server):
+    """Tensor parallel: heads of the state are spread over two workers. Sums are rounded otherwise then, so the
+    text is that of the same engine without kvwire."""
+    prompts = SHELF[:6]
+    options = {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    runs = []
+    for transfer in (None, *[transfer_config(server.address)] * 2):
+        each = EngineProcess("qwen3_next_wide", transfer, **options)
+        try:
+            each.start()
+            runs.append(each.run(*prompts))
+        finally:
+            each.close()
+    assert [run["tokens"] for run in runs] == [runs[0]["tokens"]] * 3
+    assert [run["cached"] for run in runs] == [[0] * 6, [0] * 6, expected(prompts)]
+    server.assert_at_rest()
 
 
 def test_without_prefix_caching_there_is_no_state_to_cache(server):
