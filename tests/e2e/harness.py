@@ -277,6 +277,16 @@ def engine(model, server=None, *, policy="recompute", role="kv_both", extra=None
         running.close()
 
 
+def wait_until_healthy(running, timeout=10.0):
+    parts = (running.scheduler_connector._scheduler, running.worker_connector._worker)
+    deadline = time.monotonic() + timeout
+    while not all(part.adapter.is_healthy for part in parts):
+        assert time.monotonic() < deadline, [part.adapter.degraded_reason for part in parts]
+        time.sleep(0.02)
+    # The worker tells the scheduler of its health with the next step.
+    running.run(prompt(3), num_tokens=1)
+
+
 class Library:
     """One server per model in which an engine has stored the shelf."""
 

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from e2e.harness import SHELF, Answer, engine, prompt
+from e2e.harness import SHELF, Answer, engine, prompt, wait_until_healthy
 from kvwire.client.types import KeyRange, ReleaseItem, TransferItem
 from kvwire.vllm.plan import PlanError
 
@@ -178,16 +178,6 @@ class KillAfter:
             self._server.kill()
             self.fired = True
         return self._schedule(*args, **kwargs)
-
-
-def wait_until_healthy(running, timeout=10.0):
-    parts = (running.scheduler_connector._scheduler, running.worker_connector._worker)
-    deadline = time.monotonic() + timeout
-    while not all(part.adapter.is_healthy for part in parts):
-        assert time.monotonic() < deadline, [part.adapter.degraded_reason for part in parts]
-        time.sleep(0.02)
-    # The worker tells the scheduler of its health with the next step.
-    running.run(prompt(3), num_tokens=1)
 
 
 def test_an_engine_starts_without_its_server(serve, baseline):
