@@ -49,6 +49,7 @@ def test_requests_engines_and_the_cache_do_as_they_are_told(server, caplog):
     with engine("llama", server, disable_log_stats=False) as running:
         requests_say_what_they_want(running, server, caplog)
         generated_tokens_are_found_in_the_next_turn(running)
+        a_request_is_looked_up_when_it_arrives(running, server)
         a_reset_reaches_the_server(running, server)
         the_engine_counts(running)
         assert running.run(fresh(40))[0].cached == 0
@@ -96,6 +97,22 @@ def generated_tokens_are_found_in_the_next_turn(running):
         assert second.num_cached_tokens == told(second)["loaded_tokens"] == found
         (right,) = ask(running, following, load=False)
         assert right.outputs[0].token_ids == second.outputs[0].token_ids
+
+
+def a_request_is_looked_up_when_it_arrives(running, server):
+    from vllm import SamplingParams
+
+    before = server.status().counters.lookups
+    llm = running._llm.llm_engine
+    asked = llm.add_request("early", {"prompt_token_ids": fresh(200)}, SamplingParams(detokenize=False))
+    deadline = time.monotonic() + 10
+    while server.status().counters.lookups == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    # The engine has not made a step yet.
+    llm.abort_request([asked], internal=True)
+    running.settle()
+    server.assert_at_rest()
 
 
 def a_reset_reaches_the_server(running, server):
