@@ -165,6 +165,20 @@ def test_many_loads_at_once(path, server, baseline):
     assert time.monotonic() - begin < 25
 
 
+@pytest.mark.parametrize("model", ["llama", "gemma3"])
+def test_a_kv_cache_of_eight_bits(model, server, baseline):
+    fp8 = {"kv_cache_dtype": "fp8"}
+    prompts = SHELF[:4]
+    right = baseline(model, *prompts, **fp8)
+    for cached in ([0, 0, 0, 0], [expected(model, len(tokens)) for tokens in prompts]):
+        with engine(model, server, **fp8) as running:
+            answers = running.run(*prompts)
+            views = running.worker_connector._worker.views
+            assert all(str(view.dtype) == "torch.uint8" for group in views for view in group)
+        assert [answer.tokens for answer in answers] == right
+        assert [answer.cached for answer in answers] == cached
+
+
 def test_generated_tokens_are_reused_in_the_next_turn(server, baseline):
     first_turn = prompt(120)
     with engine("llama", server, extra={"save_decode": True}) as first:
