@@ -62,10 +62,6 @@ class Engine:
         shares = _shares(config.addresses, vllm_config.parallel_config, layout.num_shards)
         return cls(config, layout, namespace, str(transfer.engine_id), transfer, shares)
 
-    @property
-    def overlaps(self) -> bool:
-        return self.config.overlap and not layerwise.why_not(self.layout)
-
     def share_of(self, kv_rank: int) -> Share:
         return next(share for share in self.shares if kv_rank in share.ranks)
 
@@ -123,8 +119,8 @@ class SchedulerParts:
             logger.warning("kvwire: kvwire.lazy is not used: the engine's prefix caching is off")
 
     @property
-    def is_copying(self) -> bool:
-        return self.side.lazy is not None and self.side.lazy.is_copying
+    def frees_soon(self) -> bool:
+        return self.side.lazy is not None and self.side.lazy.frees_soon
 
     def take_events(self) -> list[Any]:
         return vllm_events(self.announcer.book) if self.announcer is not None else []
@@ -191,7 +187,7 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         loads=engine.kv_role.is_kv_consumer,
         stores=engine.kv_role.is_kv_producer,
         early_lookups=engine.config.early_lookups,
-        overlap=engine.overlaps,
+        overlap=_overlaps(engine, vllm_config),
         tally=tally,
     )
     logger.info(
@@ -201,9 +197,6 @@ def make_scheduler(vllm_config: Any, kv_cache_config: Any) -> SchedulerParts:
         len(engine.layout.groups),
         "" if adapter.is_healthy else f"; not used yet: {adapter.degraded_reason}",
     )
-    if engine.config.overlap and not engine.overlaps:
-        why = layerwise.why_not(engine.layout)
-        logger.warning("kvwire: this model's loads cannot overlap with its forward pass: %s", why)
     return SchedulerParts(
         adapter,
         side,
@@ -255,19 +248,41 @@ def make_worker(vllm_config: Any, kv_cache_config: Any) -> WorkerParts:
         **engine.adapter_options(f"worker {rank}", share),
     )
     operation = partial(to_op, share=share)
-    layers: LayerLoads | None = None
-    if engine.overlaps:
-        names = engine.layout.groups[0].layer_names
-        layers = LayerLoads(adapter, operation, names, engine.config.overlap_wait)
     side = WorkerSide(
         adapter,
         operation,
         rank=rank,
         single_group=engine.layout.num_engine_groups == 1,
         store_wait=engine.config.store_wait,
-        layers=layers,
+        layers=_layer_loads(engine, vllm_config, adapter, operation),
     )
     return WorkerParts(adapter, side, engine.layout, engine.config.shutdown_wait, tally)
+
+
+def _overlaps(engine: Engine, vllm_config: Any) -> bool:
+    if not engine.config.overlap:
+        return False
+    drafts = getattr(vllm_config, "speculative_config", None) is not None
+    why = layerwise.why_not(engine.layout, drafts=drafts)
+    if why:
+        logger.warning("kvwire: transfers do not overlap with this model's forward pass: %s", why)
+    return not why
+
+
+def _layer_loads(
+    engine: Engine, vllm_config: Any, adapter: WorkerAdapter, operation: Callable[[Job], LoadStoreOp]
+) -> LayerLoads | None:
+    from vllm.platforms import current_platform
+
+    if not _overlaps(engine, vllm_config):
+        return None
+    return LayerLoads(
+        adapter,
+        operation,
+        engine.layout.groups[0].layer_names,
+        engine.config.overlap_wait,
+        may_store_behind=current_platform.is_cpu(),
+    )
 
 
 def transfer_counter(tally: Tally) -> Callable[[Kind, bool, int, float], None]:

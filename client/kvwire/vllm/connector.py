@@ -107,12 +107,12 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(lambda: False)
     def has_pending_block_frees(self) -> bool:
         """Blocks that are copied before the engine drops them are free soon: nobody has to be preempted."""
-        return self._of_scheduler.is_copying
+        return self._of_scheduler.frees_soon
 
     @contained(lambda: False)
     def has_pending_push_work(self) -> bool:
         """An engine without requests steps on until such blocks are free."""
-        return self._of_scheduler.is_copying
+        return self._of_scheduler.frees_soon
 
     @contained(list)
     def take_events(self) -> list[Any]:

@@ -6,6 +6,7 @@ engine itself would take them for a prefix. While a chunk is copied its blocks a
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -14,7 +15,7 @@ from kvwire.vllm.metadata import Job, Prompt
 from kvwire.vllm.plan import BlockPlan
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping
+    from collections.abc import Callable, Iterable, Iterator, Mapping
 
     from kvwire.keys import Namespace
     from kvwire.vllm.tracker import RequestTracker
@@ -22,6 +23,8 @@ if TYPE_CHECKING:
 PREFIX: Final = "kvwire-lazy-"
 """Of the ids of stores whose request may be long gone."""
 _HELD_SHARE: Final = 4
+PATIENCE_S: Final = 1.0
+"""So long a copy is waited for. It takes milliseconds, unless its server hangs."""
 
 
 @dataclass(slots=True, eq=False)
@@ -43,6 +46,7 @@ class _Copy:
 
     blocks: list[Any]
     waiting: int
+    began: float
 
 
 class LazyStores:
@@ -51,18 +55,25 @@ class LazyStores:
     What it remembers is bounded by the number of blocks, and a step looks at `horizon` of them.
     """
 
-    def __init__(self, pool: Any, horizon: int, world_size: int) -> None:
+    def __init__(
+        self, pool: Any, horizon: int, world_size: int, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._pool = pool
         self._horizon = min(horizon, pool.num_gpu_blocks // 2)
         self._world_size = world_size
+        self._clock = clock
         self._by_block: dict[int, _Chunk] = {}
         self._copies: dict[str, _Copy] = {}
         self._held = 0
         self._count = 0
 
     @property
-    def is_copying(self) -> bool:
-        return bool(self._copies)
+    def frees_soon(self) -> bool:
+        """Whether it is worth waiting for blocks that are held. It is not for those of a server that hangs."""
+        if not self._copies:
+            return False
+        newest = self._copies[next(reversed(self._copies))]
+        return self._clock() - newest.began < PATIENCE_S
 
     def keep(self, tracker: RequestTracker, plan: BlockPlan, chunk_size: int) -> BlockPlan:
         """Remember the chunks of a plan. Returns what is left: blocks that the engine does not cache."""
@@ -146,7 +157,7 @@ class LazyStores:
         blocks = [self._pool.blocks[block] for block in chunk.blocks]
         self._pool.touch(blocks)
         self._held += len(blocks)
-        self._copies[request_id] = _Copy(blocks, self._world_size)
+        self._copies[request_id] = _Copy(blocks, self._world_size, self._clock())
         prompt = Prompt(request_id, chunk.namespace, (chunk.key,))
         return Job(request_id, prompt, chunk.plan, chunk.trace)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.client.jobs import GroupBlocks
 from kvwire.keys import chunk_keys, root
-from kvwire.vllm.lazy import LazyStores, horizon
+from kvwire.vllm.lazy import PATIENCE_S, LazyStores, horizon
 from kvwire.vllm.metadata import WorkerReport
 from kvwire.vllm.plan import BlockPlan
 from kvwire.vllm.requests import TrackerFactory
@@ -70,8 +70,8 @@ def tracker(length=200, **fields):
     return TrackerFactory(NAMESPACE)(Request("r", range(length), **fields))
 
 
-def lazy(pool, reach, world_size=1):
-    return LazyStores(pool, reach, world_size)
+def lazy(pool, reach, world_size=1, **options):
+    return LazyStores(pool, reach, world_size, **options)
 
 
 class TestLazyStores:
@@ -98,7 +98,20 @@ class TestLazyStores:
         stores = lazy(pool, 4)
         stores.keep(tracker(), plan((1, 2)), CHUNK)
         assert not stores.due()
-        assert not stores.is_copying
+        assert not stores.frees_soon
+
+    def test_the_engine_waits_for_a_copy_and_not_for_a_server_that_hangs(self):
+        now = [0.0]
+        pool = Pool()
+        pool.computed(1, 2)
+        stores = lazy(pool, 8, clock=lambda: now[0])
+        stores.keep(tracker(), plan((1, 2)), CHUNK)
+        stores.due()
+        now[0] = PATIENCE_S - 0.1
+        assert stores.frees_soon
+        now[0] = PATIENCE_S
+        assert not stores.frees_soon
+        assert not pool.free
 
     def test_blocks_are_free_again_when_all_ranks_have_ended(self):
         pool = Pool()
@@ -108,10 +121,10 @@ class TestLazyStores:
         (job,) = stores.due()
         stores.ended(job.request_id, 1)
         stores.ended("another", 1)
-        assert stores.is_copying
+        assert stores.frees_soon
         assert not pool.free
         stores.ended(job.request_id, 1)
-        assert not stores.is_copying
+        assert not stores.frees_soon
         assert [block.block_id for block in pool.free] == [2, 1]
         # Once is enough, also when a later request has the same blocks.
         stores.keep(tracker(), plan((1, 2)), CHUNK)
@@ -210,5 +223,5 @@ def test_the_schedulers_side_holds_no_request_for_them(side):
     assert side.tally.take()["stored_tokens"] == 3 * CHUNK
     assert not side.reset(1.0)
     side.worker_output(worker_output(report=WorkerReport({job.request_id: 1 for job in stores})))
-    assert not side.lazy.is_copying
+    assert not side.lazy.frees_soon
     assert side.reset(1.0)
