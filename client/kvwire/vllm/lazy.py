@@ -69,7 +69,7 @@ class LazyStores:
 
     @property
     def frees_soon(self) -> bool:
-        """Whether it is worth waiting for blocks that are held. It is not for those of a server that hangs."""
+        """Whether blocks that are held are worth waiting for. Those of a server that hangs are not."""
         if not self._copies:
             return False
         newest = self._copies[next(reversed(self._copies))]
