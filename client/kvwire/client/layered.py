@@ -1,13 +1,16 @@
-"""Retrieves layer by layer: layer 0 of all objects of a batch first, so that an engine can begin with it.
+"""Transfers layer by layer: of a retrieve layer 0 of all objects first, so that an engine can begin with it;
+of a store each layer as soon as the engine has computed it.
 
-A path whose bytes lie still until the lease ends hands them out by reference; they are copied afterwards, in
-the order of the layers. Over other paths bytes come object by object, and all layers arrive with the last.
+A path whose bytes lie still until the lease ends lends their places; they are copied afterwards, in the order
+of the layers. Over other paths bytes move object by object: all layers arrive with the last object, and a
+store begins when the last layer is there.
 """
 
 from __future__ import annotations
 
 import threading
 import time
+from bisect import bisect_left
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,14 +24,15 @@ if TYPE_CHECKING:
 
     from kvwire.client.pipeline import Lane, Task
     from kvwire.errors import KvwireError
-    from kvwire.transfer.base import ByteArray, Drain, Slot, Ticket
+    from kvwire.transfer.base import ByteArray, Drain, Fill, Slot, Ticket
 
     Failed = Callable[[Task, Ticket, Slot, KvwireError], None]
 
 
 class LayerWatch:
-    """How far one retrieve has come: a layer has arrived when it has of every object.
+    """How far one retrieve has come, or how far an engine is whose layers are stored.
 
+    A layer of a retrieve has arrived when it has of every object.
     Layers count from 0, in the order that objects have them. Arrived does not mean proven: only the result of
     the retrieve tells whether the bytes were right. Once closed, no byte of it is written any more.
     """
@@ -86,8 +90,8 @@ class LayerWatch:
 
 
 @dataclass(slots=True)
-class LayeredRead:
-    """One ticket's bytes, as the path has handed them out, and what is still to be copied of them."""
+class LayeredCopy:
+    """One ticket's places, as the path has lent them, and what is still to be copied from or to them."""
 
     lane: Lane
     task: Task
@@ -95,30 +99,16 @@ class LayeredRead:
     ticket: Ticket
     deadline: float
     _parts: dict[int, list[tuple[int, int, ByteArray]]] = field(default_factory=dict)
-    _drain: Drain = field(init=False)
-
-    def __post_init__(self) -> None:
-        self._drain = self.lane.drain(self.task)
 
     @property
-    def drain(self) -> Drain:
+    def mover(self) -> Drain | Fill:
         """To be given to the path."""
-        return self._note if self.lane.is_layered else self._guarded
-
-    def _note(self, slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
-        self._parts.setdefault(slot.index, []).append((start, stop, data))
-
-    def _guarded(self, slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
-        with self.watch.writing():
-            self._drain(slot, start, stop, data)
+        return self._note if self.lane.is_layered else self._whole
 
     def settle(self, good: Sequence[int]) -> None:
-        """After the read: these slots are what counts."""
-        if self.lane.is_layered:
-            kept = set(good)
-            self._parts = {index: parts for index, parts in self._parts.items() if index in kept}
-        else:
-            self.watch.all_arrived(len(good))
+        """After the path's turn: these slots are what counts."""
+        kept = set(good)
+        self._parts = {index: parts for index, parts in self._parts.items() if index in kept}
 
     def copy(self, layer: int, failed: Failed) -> None:
         """Copy one layer of every slot that is good so far."""
@@ -131,15 +121,22 @@ class LayeredRead:
             except FAULTS as error:
                 del self._parts[index]
                 failed(self.task, self.ticket, slot, slot_error(error, self.lane.path.name, "A copy"))
-        self.watch.arrived(layer, len(self._parts))
+
+    def _note(self, slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
+        self._parts.setdefault(slot.index, []).append((start, stop, data))
+
+    def _whole(self, slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
+        self._move(slot, start, stop, data)
 
     def _copy_slot(self, slot: Slot, layer: int) -> None:
         first, last = self._bounds(slot)[layer : layer + 2]
-        with self.watch.writing():
-            for start, stop, data in self._parts[slot.index]:
-                a, b = max(first, start), min(last, stop)
-                if a < b:
-                    self._drain(slot, a, b, data[a - start : b - start])
+        for start, stop, data in self._parts[slot.index]:
+            a, b = max(first, start), min(last, stop)
+            if a < b:
+                self._move(slot, a, b, data[a - start : b - start])
+
+    def _move(self, slot: Slot, start: int, stop: int, data: ByteArray) -> None:
+        raise NotImplementedError
 
     def _bounds(self, slot: Slot) -> list[int]:
         """Where each layer of an object begins, and its end."""
@@ -148,11 +145,54 @@ class LayeredRead:
         return [0, *accumulate(page * rows for page in group.page_bytes)]
 
 
-def copy_by_layer(reads: Sequence[LayeredRead], failed: Failed) -> None:
-    """What the path has lent, in the order of the layers over all reads."""
-    lent = [read for read in reads if read.lane.is_layered]
+@dataclass(slots=True)
+class LayeredRead(LayeredCopy):
+    """The watch is told what arrives."""
+
+    _drain: Drain = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._drain = self.lane.drain(self.task)
+
+    def settle(self, good: Sequence[int]) -> None:
+        LayeredCopy.settle(self, good)
+        if not self.lane.is_layered:
+            self.watch.all_arrived(len(good))
+
+    def copy(self, layer: int, failed: Failed) -> None:
+        LayeredCopy.copy(self, layer, failed)
+        self.watch.arrived(layer, len(self._parts))
+
+    def _move(self, slot: Slot, start: int, stop: int, data: ByteArray) -> None:
+        with self.watch.writing():
+            self._drain(slot, start, stop, data)
+
+
+@dataclass(slots=True)
+class LayeredWrite(LayeredCopy):
+    """The watch tells what may be read."""
+
+    _fill: Fill = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._fill = self.lane.fill(self.task)
+
+    def copy(self, layer: int, failed: Failed) -> None:
+        self.watch.wait_for(layer, self.deadline)
+        LayeredCopy.copy(self, layer, failed)
+
+    def _move(self, slot: Slot, start: int, stop: int, data: ByteArray) -> None:
+        last = bisect_left(self._bounds(slot), stop) - 1
+        if not self.watch.wait_for(last, self.deadline):
+            raise timed_out(self.lane.path.name, slot)
+        self._fill(slot, start, stop, data)
+
+
+def copy_by_layer(copies: Sequence[LayeredCopy], failed: Failed) -> None:
+    """What the path has lent, in the order of the layers over all copies."""
+    lent = [each for each in copies if each.lane.is_layered]
     if not lent:
         return
     for layer in range(lent[0].lane.pages[0].num_layers):
-        for read in lent:
-            read.copy(layer, failed)
+        for each in lent:
+            each.copy(layer, failed)

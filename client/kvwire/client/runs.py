@@ -8,7 +8,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvwire.client.jobs import RetrieveResult, StoreResult
-from kvwire.client.layered import LayeredRead, copy_by_layer
+from kvwire.client.layered import LayeredRead, LayeredWrite, copy_by_layer
 from kvwire.client.pipeline import cancelled, name, names, slot_names
 from kvwire.client.types import CommitItem, Committed, EndRetrieveItem
 from kvwire.errors import ChecksumMismatch, KvwireError, LeaseLost, ObjectNotFound, OutOfSpace
@@ -65,6 +65,7 @@ class StoreRun:
         grants = lane.client.begin_store(lane.registration_id, [part.item for part in parts])
         leases = {grant.ticket.lease_id for grant in grants if grant.ticket}
         written: list[tuple[Part, Ticket, CommitItem]] = []
+        layered: list[LayeredWrite] = []
         ready: list[tuple[Part, Ticket, CommitItem]] = []
         try:
             for part, grant in zip(parts, grants, strict=True):
@@ -77,21 +78,37 @@ class StoreRun:
                 elif grant.ticket is not None:
                     ticket = lane.ticket(grant.ticket)
                     deadline = mark.asked_at + lane.seconds(grant.ticket, "CommitStore")
-                    item = self._write(part, ticket, deadline)
+                    item = self._write(part, ticket, deadline, layered)
                     if item is not None:
                         written.append((part, ticket, item))
+            if layered:
+                copy_by_layer(layered, self._fail_slot)
+                written = [each for each in map(self._copied, written) if each[2].slots]
             ready = [each for each in written if self._may_commit(each[0].task)]
         finally:
             leases -= {ticket.lease_id for _, ticket, _ in ready}
             lane.client.abort_quietly(lane.registration_id, sorted(leases))
         self._commit([each for each in ready if not self._is_published(*each, mark)])
 
-    def _write(self, part: Part, ticket: Ticket, deadline: float) -> CommitItem | None:
+    def _copied(self, each: tuple[Part, Ticket, CommitItem]) -> tuple[Part, Ticket, CommitItem]:
+        """Without the slots that failed after the path's turn."""
+        part, ticket, item = each
+        failed = self._failed[part.task]
+        good = tuple(slot for slot in item.slots if name(ticket, slot) not in failed)
+        return each if len(good) == len(item.slots) else (part, ticket, CommitItem(ticket.lease_id, good))
+
+    def _write(
+        self, part: Part, ticket: Ticket, deadline: float, layered: list[LayeredWrite]
+    ) -> CommitItem | None:
         """Fill the slots. None: there is nothing to publish."""
         task, lane = part.task, self._lane
+        copy = LayeredWrite(lane, task, task.watch, ticket, deadline) if task.watch else None
         with lane.span("store", ticket, task, shared=len(self._tasks) > 1):
-            results = lane.path.write(ticket, lane.fill(task), deadline)
+            results = lane.path.write(ticket, copy.mover if copy else lane.fill(task), deadline)
         good = [result for result in results if result.error is None]
+        if copy is not None:
+            copy.settle([result.index for result in good])
+            layered.append(copy)
         for result in results:
             if result.error is not None:
                 self._fail(task, [name(ticket, result.index)], result.error)
@@ -144,6 +161,9 @@ class StoreRun:
     def _fail(self, task: Task, names: Sequence[ObjectName], error: KvwireError) -> None:
         self._failed[task].update(names)
         self._errors.setdefault(task, error)
+
+    def _fail_slot(self, task: Task, ticket: Ticket, slot: Slot, error: KvwireError) -> None:
+        self._fail(task, [name(ticket, slot.index)], error)
 
     def _result(self, task: Task) -> StoreResult:
         counts = self._counts[task]
@@ -227,7 +247,7 @@ class RetrieveRun:
         lane = self._lane
         read = LayeredRead(lane, task, task.watch, ticket, deadline) if task.watch else None
         with lane.span("retrieve", ticket, task, shared=len(self._tasks) > 1):
-            results = lane.path.read(ticket, read.drain if read else lane.drain(task), deadline)
+            results = lane.path.read(ticket, read.mover if read else lane.drain(task), deadline)
         if read is not None:
             read.settle([result.index for result in results if result.error is None])
             layered.append(read)

@@ -101,7 +101,7 @@ class Transfer(Task):
         self.seconds = time.monotonic() - self._begin
         self._event = None
         self._done.set()
-        if self.watch is not None:
+        if self.watch is not None and self.kind is Kind.LOAD:
             self.watch.end()
 
 

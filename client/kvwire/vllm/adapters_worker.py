@@ -196,6 +196,12 @@ class WorkerAdapter:
         """A load that is waited for layer by layer. `get_finished` is silent about it: ask the transfer."""
         return self._submit(Kind.LOAD, [request_id], [op], event, watch)[0]
 
+    def submit_watched_store_request(
+        self, request_id: str, op: LoadStoreOp, event: Any = None, *, watch: LayerWatch
+    ) -> Transfer:
+        """A store that begins before its blocks are complete: `watch` tells which layers are."""
+        return self._submit(Kind.STORE, [request_id], [op], event, watch)[0]
+
     def batched_submit_store_requests(
         self, request_ids: Sequence[str], ops: Sequence[LoadStoreOp], event: Any = None
     ) -> list[Transfer]:

@@ -182,18 +182,16 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Asynchronous loads have nothing to do with the step that runs."""
-        layers = self._of_worker.side.layers
-        if layers is not None:
-            layers.wait_for_layer(layer_name)
+        self._of_worker.side.before_layer(layer_name, self._step)
 
+    @contained(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
-        """Stores begin when the whole step is done."""
+        self._of_worker.side.after_layer(layer_name)
 
     @contained(_nothing)
     def wait_for_save(self) -> None:
         worker = self._of_worker
-        if self._step.stores:
-            worker.side.start_stores(self._step.stores, worker.event())
+        worker.side.after_forward(self._step, worker.event() if self._step.stores else None)
 
     @contained(KVConnectorTransferResults)
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:

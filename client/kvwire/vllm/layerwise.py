@@ -1,8 +1,9 @@
-"""Loads ahead of the forward pass that reads them: a step begins with its loads and waits layer by layer.
+"""Loads ahead of the forward pass that reads them, stores behind the one that writes them, layer by layer.
 
-The engine then admits a request and computes on it in one step. Nothing is proven before the step is over:
-what did not come in time, or turns out wrong, is named as failed blocks, and the engine throws away what the
-step computed from them. Until then nothing that was computed from such blocks may be stored.
+A step begins with its loads and waits for each layer when it comes to it: the engine admits a request and
+computes on it in one step. Nothing is proven before the step is over: what did not come in time, or turns out
+wrong, is named as failed blocks, and the engine throws away what the step computed from them. Until then
+nothing that was computed from such blocks may be stored.
 """
 
 from __future__ import annotations
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-def why_not(layout: EngineLayout) -> str:
-    """Why an engine cannot load layer by layer; empty when it can."""
+def why_not(layout: EngineLayout, *, drafts: bool = False) -> str:
+    """Why an engine cannot load layer by layer; empty when it can. `drafts`: a second model guesses ahead."""
+    if drafts:
+        return "the layers of its draft model run after vLLM has asked what has failed"
     if layout.num_engine_groups > 1:
         return "it has several KV groups, and vLLM takes failed loads of a step itself for one group only"
     if layout.has_states:
@@ -112,7 +115,11 @@ class LayerLoads:
         to_op: Callable[[Job], Any],
         layer_names: Sequence[str],
         wait: float,
+        *,
+        may_store_behind: bool = False,
     ) -> None:
+        """`may_store_behind`: a layer's KV is in place when its call returns, as on a CPU."""
+        self.may_store_behind = may_store_behind
         self._transfers = transfers
         self._to_op = to_op
         self._index = {name: index for index, name in enumerate(layer_names)}
@@ -121,13 +128,20 @@ class LayerLoads:
         self._loads: list[_Load] = []
         self._waited: set[int] = set()
 
+    def watch(self, num_objects: int = 1) -> LayerWatch:
+        return LayerWatch(len(self._index), num_objects)
+
+    def computed(self, name: str, watch: LayerWatch) -> None:
+        index = self._index.get(name)
+        if index is not None:
+            watch.arrived(index, 1)
+
     def start(self, jobs: Iterable[Job], event: Any = None) -> None:
         """Before the forward pass."""
         self._deadline = time.monotonic() + self._wait
         self._waited = set()
         for job in jobs:
-            objects = sum(group.chunk_count for group in job.plan.groups)
-            watch = LayerWatch(len(self._index), objects)
+            watch = self.watch(sum(group.chunk_count for group in job.plan.groups))
             load = _Load(job.request_id, job.plan.block_ids | job.doomed, watch, None)
             self._loads.append(load)
             if job.plan.groups and not job.doomed:

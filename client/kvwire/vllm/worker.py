@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from kvwire import telemetry
@@ -13,6 +14,7 @@ from kvwire.vllm.metadata import StepMetadata, WorkerReport
 if TYPE_CHECKING:
     from collections.abc import Callable, Collection, Iterable
 
+    from kvwire.client.layered import LayerWatch
     from kvwire.vllm.layerwise import LayerLoads
     from kvwire.vllm.metadata import Job
 
@@ -36,6 +38,9 @@ class Transfers(Protocol):
     @property
     def is_healthy(self) -> bool: ...
     def submit_store_request(self, request_id: str, op: Any, event: Any = None) -> Transfer: ...
+    def submit_watched_store_request(
+        self, request_id: str, op: Any, event: Any = None, *, watch: LayerWatch
+    ) -> Transfer: ...
     def submit_retrieve_request(self, request_id: str, op: Any, event: Any = None) -> Transfer: ...
     def get_finished(self, finished: Collection[str]) -> tuple[set[str] | None, set[str] | None]: ...
     def failed_requests(self) -> set[str]: ...
@@ -93,6 +98,7 @@ class WorkerSide:
         self._failed_blocks: set[int] = set()
         self._ended_stores: dict[str, int] = {}
         self._ended_loads: dict[str, int] = {}
+        self._behind: LayerWatch | None = None
         self._reported_health = True
 
     def make_room(self, step: StepMetadata) -> None:
@@ -121,10 +127,34 @@ class WorkerSide:
             if not job.plan.groups or self._start(job, submit, event) is None:
                 self._stillborn.add(job.request_id)
 
-    def start_stores(self, jobs: Iterable[Job], event: Any = None) -> None:
+    def start_stores(self, jobs: Iterable[Job], event: Any = None, watch: LayerWatch | None = None) -> None:
+        submit = self._transfers.submit_store_request
+        if watch is not None:
+            submit = partial(self._transfers.submit_watched_store_request, watch=watch)
         for job in jobs:
-            transfer = self._start(job, self._transfers.submit_store_request, event)
+            transfer = self._start(job, submit, event)
             self._stores.append(_Store(job.request_id, job.plan.block_ids, transfer))
+
+    def before_layer(self, name: str, step: StepMetadata) -> None:
+        """Loads and stores of the step itself, where they overlap with its forward pass."""
+        if self.layers is None:
+            return
+        if step.stores and self._behind is None and self.layers.may_store_behind:
+            self._behind = self.layers.watch()
+            self.start_stores(step.stores, watch=self._behind)
+        self.layers.wait_for_layer(name)
+
+    def after_layer(self, name: str) -> None:
+        if self.layers is not None and self._behind is not None:
+            self.layers.computed(name, self._behind)
+
+    def after_forward(self, step: StepMetadata, event: Any = None) -> None:
+        """The stores of the step begin now, unless they have."""
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            behind.all_arrived(1)
+        elif step.stores:
+            self.start_stores(step.stores, event)
 
     def results(self, step: StepMetadata) -> Results:
         """What has ended. A step without tokens waits for it a moment, so that the engine does not spin."""

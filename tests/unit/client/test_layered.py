@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from kvwire.client.layered import LayeredRead, LayerWatch, copy_by_layer
+from kvwire.client.layered import LayeredRead, LayeredWrite, LayerWatch, copy_by_layer
 from kvwire.errors import TransferFailed, TransferTimeout
 from kvwire.transfer.base import Slot, Ticket
 from kvwire.transfer.pages import PageMover, pages_from_arrays
@@ -28,7 +28,11 @@ class Rig:
         self.failures = []
         self.deadline = time.monotonic() + 10 if deadline is None else deadline
         self.lane = SimpleNamespace(
-            path=SimpleNamespace(name="shm"), pages=[self.pages], is_layered=lends, drain=self.drain_of
+            path=SimpleNamespace(name="shm"),
+            pages=[self.pages],
+            is_layered=lends,
+            drain=self.drain_of,
+            fill=lambda task: PageMover([self.pages], task.blocks).fill,
         )
 
     def drain_of(self, task):
@@ -39,6 +43,17 @@ class Rig:
             mover.drain(slot, start, stop, data)
 
         return drain
+
+    def write(self, blocks):
+        """A store while the engine computes: its watch is told of layers by the test."""
+        slots = tuple(Slot(i, chunk, 0, OBJECT) for i, chunk in enumerate(blocks))
+        task = SimpleNamespace(name="w", blocks={(c, 0): ids for c, ids in blocks.items()})
+        ticket = Ticket(1, "shm", slots)
+        return LayeredWrite(self.lane, task, LayerWatch(LAYERS, 1), ticket, self.deadline)
+
+    def compute(self, layer, watch):
+        self.layers[layer][:] = layer + 1
+        watch.arrived(layer, 1)
 
     def read(self, name, blocks):
         slots = tuple(Slot(i, chunk, 0, OBJECT) for i, chunk in enumerate(blocks))
@@ -59,7 +74,7 @@ def hand_out(read, *, pieces=1):
         data = content(slot.chunk_index)
         for part in range(pieces):
             start, stop = OBJECT * part // pieces, OBJECT * (part + 1) // pieces
-            read.drain(slot, start, stop, data[start:stop])
+            read.mover(slot, start, stop, data[start:stop])
 
 
 def assert_moved(rig, chunk, blocks):
@@ -192,3 +207,45 @@ def test_who_waits_for_a_layer_is_woken_by_what_decides_it(event, there, within)
     assert watch.wait_for(0, begin + within) is there
     assert time.monotonic() - begin < 9
     decider.join()
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_store_takes_each_layer_after_it_is_computed(lends):
+    rig = Rig(lends=lends)
+    write = rig.write({0: (1, 3), 1: (2, 7)})
+    arena = np.zeros((2, LAYERS, ROWS * PAGE), np.uint8)
+
+    def store():
+        for slot in write.ticket.slots:
+            write.mover(slot, 0, OBJECT, arena[slot.index].reshape(-1))
+        write.settle([0, 1])
+        copy_by_layer([write], rig.failed)
+
+    storing = threading.Thread(target=store)
+    storing.start()
+    for layer in range(LAYERS):
+        assert not arena[:, layer:].any()
+        rig.compute(layer, write.watch)
+        deadline = time.monotonic() + 10
+        while lends and not arena[:, layer].all() and time.monotonic() < deadline:
+            time.sleep(0.001)
+    storing.join()
+    assert (arena == np.arange(1, LAYERS + 1)[None, :, None]).all()
+    assert not rig.failures
+
+
+@pytest.mark.parametrize("lends", [True, False])
+def test_a_store_of_a_layer_that_never_comes_fails(lends):
+    rig = Rig(lends=lends, deadline=time.monotonic() + 0.05)
+    write = rig.write({0: (1, 3)})
+    rig.compute(0, write.watch)
+    slot = write.ticket.slots[0]
+    place = np.zeros(OBJECT, np.uint8)
+    if not lends:
+        with pytest.raises(TransferTimeout):
+            write.mover(slot, 0, OBJECT, place)
+        return
+    write.mover(slot, 0, OBJECT, place)
+    write.settle([0])
+    copy_by_layer([write], rig.failed)
+    assert [chunk for _name, chunk, _error in rig.failures] == [0]

@@ -160,6 +160,7 @@ def test_the_blocks_behind_a_token():
 )
 def test_engines_that_cannot(change, why):
     found = why_not(replace(LAYOUT, **change))
+    assert "draft model" in why_not(LAYOUT, drafts=True)
     assert why in found
     assert bool(found) is bool(why)
 
