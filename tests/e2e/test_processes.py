@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from e2e.harness import SHELF, transfer_config
+from e2e.harness import SHELF, Answer, engine, transfer_config
+from support.waiting import eventually
 
 PROGRAM = Path(__file__).with_name("engine_process.py")
 FOUND = [192, 128, 64, 64]
@@ -35,7 +38,22 @@ class EngineProcess:
         self._tell(list(prompts))
         return self._hear()
 
+    def tell(self, *prompts):
+        """Run them, and do not wait for it."""
+        self._tell(list(prompts))
+
+    def kill(self):
+        self._process.kill()
+
+    def end(self, timeout=60):
+        """Its exit status, when it ends by itself."""
+        return self._process.wait(timeout)
+
     def close(self):
+        if self._process.poll() is not None:
+            self._process.stdin.close()
+            self._process.stdout.close()
+            return
         self._process.stdin.close()
         try:
             assert self._process.wait(60) == 0
@@ -76,14 +94,68 @@ def test_two_engines_at_once_share_what_they_compute(server, baseline, process):
     assert second.run(*prompts) == {"tokens": right, "cached": FOUND}
 
 
+def stalling_config(server, folder, rank):
+    """A connector whose rank stops in the middle of a store, and where it says its process id then."""
+    file = folder / f"stalled-{rank}"
+    transfer = transfer_config(server.address)
+    transfer["kv_connector_module_path"] = "e2e.stalling"
+    transfer["kv_connector_extra_config"] |= {"stall.rank": rank, "stall.file": str(file)}
+    return transfer, file
+
+
+def stalled(file):
+    return eventually(lambda: file.exists() and file.read_text(), within=60)
+
+
+def everybody_gone(server):
+    return not server.status().registrations
+
+
+@pytest.mark.parametrize("path", ["shm", "inline"])
+def test_bl19_an_engine_is_killed_in_the_middle_of_a_store(path, server, baseline, process, tmp_path):
+    """kill -9 of scheduler and worker at once: nothing of it is found, and nothing of it is left."""
+    tokens = SHELF[0]
+    (right,) = baseline("gemma3", tokens)
+    transfer, file = stalling_config(server, tmp_path, 0)
+    transfer["kv_connector_extra_config"]["kvwire.data_path"] = path
+    dying = process("gemma3", transfer)
+    dying.start()
+    dying.tell(tokens)
+    stalled(file)
+    assert server.status().leases.write == 1
+    dying.kill()
+    dying.end()
+    eventually(lambda: everybody_gone(server))
+    server.assert_at_rest()
+    assert server.status().memory.used_bytes == 0
+    with engine("gemma3", server) as following:
+        assert [following.run(tokens)[0] for _ in range(2)] == [
+            Answer(right, cached, "length") for cached in (0, 192)
+        ]
+
+
 @pytest.mark.slow
-def test_a_tensor_parallel_engine_keeps_a_shard_per_rank(server, baseline, process):
-    """Two workers, each with its own registration; a hit needs the shards of both."""
+@pytest.mark.timeout(300)
+def test_a_tensor_parallel_engine_keeps_a_shard_per_rank(server, baseline, process, tmp_path):
+    """Two workers, each with its own registration; a hit needs the shards of both.
+
+    Of a first engine one rank is killed in the middle of a store that the other one has done: the engine
+    ends, and what it has left in the server is half and found by nobody.
+    """
     prompts = SHELF[:4]
     right = [list(tokens) for tokens in baseline("llama", *prompts)]
     options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
-    engine = process("llama", transfer_config(server.address), **options)
-    engine.start()
+    transfer, file = stalling_config(server, tmp_path, 1)
+    dying = process("llama", transfer, **options)
+    dying.start()
+    dying.tell(*prompts)
+    os.kill(int(stalled(file)), signal.SIGKILL)
+    assert dying.end() != 0
+    eventually(lambda: everybody_gone(server))
+    server.assert_at_rest()
+    assert server.status().memory.used_bytes > 0
+    following = process("llama", transfer_config(server.address), **options)
+    following.start()
     for cached in ([0, 0, 0, 0], FOUND):
-        assert engine.run(*prompts) == {"tokens": right, "cached": cached}
+        assert following.run(*prompts) == {"tokens": right, "cached": cached}
     assert sorted(each.kv_rank for each in server.status().registrations) == [0, 0, 1]
