@@ -281,8 +281,8 @@ def loaded_bytes(running):
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_each_rank_keeps_its_part_of_a_state(server):
-    """Tensor parallel: heads of the state are spread over two workers. Sums are rounded otherwise then, so the
-    text is that of the same engine without kvwire."""
+    """Tensor parallel: heads of the state are spread over two workers. The text is that of the same engine
+    without kvwire, since sums are rounded in another order than in one worker."""
     prompts = SHELF[:6]
     options = {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
     runs = []

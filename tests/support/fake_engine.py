@@ -146,6 +146,8 @@ def step_output(scheduled=(), *, new=(), cached=(), tables=None, states=None):
             resumed_req_ids={each[0] for each in cached if len(each) > 3},
         ),
         scheduled_spec_decode_tokens={},
+        new_block_ids_to_zero=None,
+        kv_cache_block_copies=None,
         kv_connector_block_state=SimpleNamespace(
             get_block_ids=tables.get, boundary_state_offloads=states or {}
         ),

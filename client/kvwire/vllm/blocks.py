@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 def given_out(scheduler_output: Any, layout: EngineLayout) -> frozenset[int]:
     """The blocks that requests write to from this step on: their new ones, not those that they share."""
-    return frozenset(_given_out(scheduler_output, layout))
+    return frozenset(_given_out(scheduler_output, layout)).union(_prepared(scheduler_output))
 
 
 def _given_out(scheduler_output: Any, layout: EngineLayout) -> Iterator[int]:
@@ -28,6 +28,13 @@ def _given_out(scheduler_output: Any, layout: EngineLayout) -> Iterator[int]:
         elif ids is not None:
             for group in ids:
                 yield from group
+
+
+def _prepared(scheduler_output: Any) -> Iterator[int]:
+    """Blocks that the workers zero or copy another one to, which may be in no table that a step names."""
+    yield from scheduler_output.new_block_ids_to_zero or ()
+    for _, target in scheduler_output.kv_cache_block_copies or ():
+        yield target
 
 
 def _behind(tables: Sequence[Sequence[int]], num_computed: int, spans: dict[int, int]) -> Iterator[int]:

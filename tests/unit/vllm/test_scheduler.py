@@ -422,6 +422,13 @@ class TestBlocksInFlight:
         admit(side, lookups, Request("s", range(200)), 64, tables=[[3, 4, 5, 6, 7]])
         assert side.step(step_output()).overwritten == {3, 4}
 
+    def test_bl20_blocks_that_are_zeroed_or_copied_to_are_named(self, lookups):
+        side = scheduler_side(lookups)
+        self.start_store(side, lookups, Request("r", range(200)))
+        output = step_output()
+        output.new_block_ids_to_zero, output.kv_cache_block_copies = [9], [(3, 4)]
+        assert side.step(output).overwritten == {9, 4}
+
     def test_nothing_is_named_when_nothing_is_stored(self, lookups):
         side = scheduler_side(lookups)
         new = SimpleNamespace(req_id="n", block_ids=[[1, 2, 9]], num_computed_tokens=64)
