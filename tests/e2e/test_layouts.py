@@ -227,6 +227,7 @@ def test_blocks_first():
         (lambda: [attention("CircularBufferSpec")], {}, "none of its KV cache groups"),
         (lambda: [attention(), attention()], {"pipeline_parallel_size": 2}, "pipeline"),
         (lambda: [attention()], {"pipeline_parallel_size": 3}, "pipeline"),
+        (lambda: [attention(), several()], {"pipeline_parallel_size": 2}, "no layer"),
         (lambda: [attention()], {"prefill_context_parallel_size": 2}, "prefill context"),
         (lambda: [attention()], {"model": {"is_encoder_decoder": True}}, "encoder-decoder"),
         (

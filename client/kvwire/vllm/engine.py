@@ -18,6 +18,7 @@ _NO_STATES: Final = (
     "it keeps recurrent state (Mamba, linear attention) only for the last token; with prefix caching "
     "(--enable-prefix-caching) the engine keeps it at block boundaries too, where it can be cached"
 )
+_STAGES: Final = "its pipeline stages differ in more than the number of equal layers"
 
 
 def read_layout(vllm_config: Any, kv_cache_config: Any) -> EngineLayout:
@@ -25,13 +26,16 @@ def read_layout(vllm_config: Any, kv_cache_config: Any) -> EngineLayout:
     _check_engine(vllm_config, kv_cache_config)
     layout = str(kv_cache_config.kv_cache_layout or BLOCK_COMPACT_LAYOUTS[0])
     pages = _placed_pages(kv_cache_config, layout.startswith("B"))
-    groups = tuple(
-        read_group(vllm_config, index, kv_cache_config.kv_cache_groups[index], pages)
-        for index in kv_cache_config.prefix_cacheable_group_ids
-    )
-    if not groups:
+    indices = kv_cache_config.prefix_cacheable_group_ids
+    if not indices:
         raise _unsupported("none of its KV cache groups can be cached")
-    if vllm_config.parallel_config.pipeline_parallel_size > 1:
+    in_stages = vllm_config.parallel_config.pipeline_parallel_size > 1
+    if in_stages and any(not kv_cache_config.kv_cache_groups[index].layer_names for index in indices):
+        raise _unsupported(f"{_STAGES}: one has no layer of some KV cache group")
+    groups = tuple(
+        read_group(vllm_config, index, kv_cache_config.kv_cache_groups[index], pages) for index in indices
+    )
+    if in_stages:
         groups = (as_stage(vllm_config, groups),)
     return EngineLayout(
         groups=groups,
@@ -160,7 +164,7 @@ def as_stage(vllm_config: Any, groups: tuple[CacheGroup, ...]) -> CacheGroup:
     group = groups[0]
     own = lengths[parallel.rank // parallel.tensor_parallel_size]
     if len(groups) > 1 or len(set(group.page_bytes)) > 1 or len(group.layer_names) != own:
-        raise _unsupported("its pipeline stages differ in more than the number of equal layers")
+        raise _unsupported(_STAGES)
     missing = max(lengths) - own
     return replace(
         group,
