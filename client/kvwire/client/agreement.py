@@ -1,4 +1,4 @@
-"""The one chunk size that an engine works with, however many servers it has and however often they restart."""
+"""The one chunk size that an engine works with, however many servers it has and however they restart."""
 
 from __future__ import annotations
 
@@ -24,6 +24,11 @@ class ChunkSizeAgreement:
     def size(self) -> int:
         """In tokens; 0 until a server has told it."""
         return self._size
+
+    @property
+    def told_by(self) -> str:
+        """The server that has told it."""
+        return self._told_by
 
     def accept(self, size: int, server: str) -> None:
         """Raise ChunkSizeIncompatible when the size of a server is another one than agreed."""

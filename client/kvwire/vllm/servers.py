@@ -158,7 +158,7 @@ class SpreadSchedulerAdapter:
         }
         if others:
             self.shutdown()
-            raise _different_sizes(self._agreement.size, others)
+            raise _different_sizes(self._agreement, others)
 
     @property
     def is_healthy(self) -> bool:
@@ -292,12 +292,13 @@ class SpreadSchedulerAdapter:
         return any(group.kind is not GroupKind.FULL_ATTENTION for group in groups)
 
 
-def _different_sizes(agreed: int, others: dict[str, str]) -> ChunkSizeIncompatible:
-    told = ", ".join(f"that at {address} has {size}" for address, size in others.items())
+def _different_sizes(agreed: ChunkSizeAgreement, others: dict[str, str]) -> ChunkSizeIncompatible:
+    found = ({agreed.told_by: str(agreed.size)} if agreed.size else {}) | others
+    told = ", ".join(f"{address} has {size}" for address, size in found.items())
     return ChunkSizeIncompatible(
-        f"All servers of an engine must have one chunk size: {told}, another one has {agreed or 'none yet'}. "
-        "Start them with the same --chunk-size.",
-        expected=agreed,
+        f"All servers of an engine must have one chunk size, but {told}: start them with the same "
+        "--chunk-size.",
+        expected=agreed.size,
         bound_size=",".join(others.values()),
     )
 

@@ -285,7 +285,7 @@ class TestChunkSizes:
         assert "All servers of an engine must have one chunk size" in str(caught.value)
         assert "has 8" in str(caught.value)
         assert "has 16" in str(caught.value)
-        assert any(server.address in str(caught.value) for server in servers)
+        assert all(server.address in str(caught.value) for server in servers)
 
     def test_a_late_server_with_another_one_is_not_used_until_it_has_the_right_one(self, servers, make):
         servers[1].stop()
