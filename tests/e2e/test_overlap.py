@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from contextlib import closing
 
 import numpy as np
 import pytest
 
-from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, engine, prompt
+from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, engine, prompt, transfer_config, wait_until_healthy
+from e2e.test_processes import EngineProcess
 from kvwire.client.layered import LayeredRead
 from kvwire.errors import TransferFailed, Unavailable
 
@@ -164,3 +166,61 @@ def test_several_groups_load_as_without_it(library, baseline, caplog):
     assert texts(answers) == right
     assert [answer.cached for answer in answers] == [192, 128]
     assert "several KV groups" in caplog.text
+
+
+def test_bl22_a_server_that_hangs_delays_one_step_and_no_more(server, baseline, monkeypatch):
+    """It stops between the lookup and the load."""
+    right = baseline("llama", *LONGER)
+    store(server, *SHELF[:2])
+    with engine("llama", server, extra={**OVERLAP, "overlap_wait": 0.5}) as second:
+        cache = second.worker_connector._worker.adapter._cache
+        retrieve = cache.run_retrieves
+
+        def hang(tasks):
+            server.pause()
+            return retrieve(tasks)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(cache, "run_retrieves", hang)
+            try:
+                answers = second.run(*LONGER)
+            finally:
+                server.resume()
+        assert texts(answers) == right
+        wait_until_healthy(second)
+        assert texts(second.run(*LONGER)) == right
+    server.assert_at_rest()
+
+
+PREEMPTED = [prompt(length, seed=length) for length in (150, 120, 100, 90, 80, 70, 66, 65)]
+
+
+@pytest.mark.parametrize("own_cache", [False, True])
+def test_bl20_preempted_requests_load_again(own_cache, server, baseline):
+    right = baseline("llama", *PREEMPTED, num_tokens=80)
+    options = {"num_gpu_blocks_override": 24, "max_model_len": 256, "enable_prefix_caching": own_cache}
+    for _ in range(2):
+        with engine("llama", server, extra={**OVERLAP, "save_decode": True}, **options) as running:
+            answers = running.run(*PREEMPTED, num_tokens=80)
+            assert texts(answers) == right
+            assert running.free_blocks() == 23
+        server.assert_at_rest()
+    assert sum(answer.cached for answer in answers) >= 128 + 7 * CHUNK
+    # Nothing wrong was stored on the way.
+    with engine("llama", server) as roomy:
+        assert texts(roomy.run(*PREEMPTED, num_tokens=80)) == right
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_tensor_parallel_engine_waits_on_every_rank(server, baseline):
+    """And stores behind a load only what both ranks have proven."""
+    right = [list(tokens) for tokens in baseline("llama", *LONGER)]
+    transfer = transfer_config(server.address, **OVERLAP)
+    options = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+    with closing(EngineProcess("llama", transfer, **options)) as running:
+        running.start()
+        heads = [tokens[: CHUNK * 2] for tokens in LONGER]
+        assert running.run(*heads)["cached"] == [0, 0]
+        for cached in ([128, 128], [320, 256]):
+            assert running.run(*LONGER) == {"tokens": right, "cached": cached}
