@@ -82,7 +82,7 @@ def test_nothing_is_raised_everything_ends_and_comes_back(server, make, method, 
     with ExitStack() as stack:
         engine = Engine(server, make)
         stack.callback(engine.scheduler.shutdown)
-        assert engine.works("before", 1)
+        wait_until(lambda: engine.works("before", 1), 20)
         if fault is None:
             server.hold[method] = threading.Event()
         else:
@@ -95,8 +95,8 @@ def test_nothing_is_raised_everything_ends_and_comes_back(server, make, method, 
         for hanging in server.hold.values():
             hanging.set()
         server.hold.clear()
-        wait_until(engine.is_healthy)
-        wait_until(lambda: engine.works("after", 3), 10)
+        wait_until(engine.is_healthy, 20)
+        wait_until(lambda: engine.works("after", 3), 20)
 
 
 @pytest.mark.parametrize("method", ["NegotiateChunkSize", "RegisterKvCache", "Attach"])
@@ -116,5 +116,5 @@ def test_a_start_into_a_fault_is_no_error_either(server, make, method, fault):
         for hanging in server.hold.values():
             hanging.set()
         server.hold.clear()
-        wait_until(engine.is_healthy)
-        assert engine.works("after", 2)
+        wait_until(engine.is_healthy, 20)
+        wait_until(lambda: engine.works("after", 2), 20)
