@@ -53,8 +53,8 @@ class ConnectorConfig:
         "Put each request's statistics into its response, as if it had asked for them.", False
     )
     overlap: bool = setting(
-        "Load layer by layer, ahead of the forward pass that needs it. For models with one KV group; "
-        "other models load as without it.",
+        "Load layer by layer ahead of the forward pass that reads it, and store behind the one that writes "
+        "it. For models with one KV group; others do as without it.",
         False,
     )
     overlap_wait: float = setting(

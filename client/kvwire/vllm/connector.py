@@ -85,10 +85,16 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """On a GPU all layers of a block side by side: a block is one copy then. A wish, not a condition."""
+        """On a GPU all layers of a block side by side: a block is one copy then. A wish, not a condition.
+
+        Not where layers are to come one by one.
+        """
         from vllm.platforms import current_platform
 
-        return None if current_platform.is_cpu() else "BLHNC"
+        if current_platform.is_cpu():
+            return None
+        extra = vllm_config.kv_transfer_config.kv_connector_extra_config
+        return "LBHNC" if connector_config(extra).overlap else "BLHNC"
 
     @classmethod
     def requires_piecewise_for_cudagraph(cls, extra_config: dict[str, Any]) -> bool:

@@ -20,13 +20,14 @@ from kvwire.cli.bench.processes import BenchError, kvwire_server, work_folder
 from kvwire.errors import ConfigError, MissingExtra
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
     from kvwire.cli.bench.engine_lmcache import LmCache
     from kvwire.cli.bench.engine_models import Model
 
     Progress = Callable[[str], None]
+    Samples = dict[str, list[float]]
 
 WITHOUT: Final = "without"
 KVWIRE: Final = "kvwire"
@@ -41,8 +42,10 @@ COMPARED_TOKENS: Final = 8
 IDLE_REQUESTS: Final = 4
 IDLE_PROMPT_TOKENS: Final = 16
 """Shorter than any chunk: there is nothing to look up, to load or to store."""
-BURST_S: Final = 0.5
-BURSTS: Final = (20, 400)
+STRETCH_S: Final = 0.2
+STRETCHES: Final = 3
+"""Of idle steps in each round: what they differ by is smaller than what other load does to one of them."""
+STEP_COUNTS: Final = (10, 400)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,7 @@ class Plan:
 
     @property
     def max_model_len(self) -> int:
-        return max(self.prompt_tokens, IDLE_PROMPT_TOKENS + BURSTS[1]) + BLOCK_SIZE
+        return max(self.prompt_tokens, IDLE_PROMPT_TOKENS + STEP_COUNTS[1]) + BLOCK_SIZE
 
 
 def run(plan: Plan, progress: Progress) -> dict[str, Any]:
@@ -89,7 +92,7 @@ def run(plan: Plan, progress: Progress) -> dict[str, Any]:
         bench.fill()
         found = bench.report(bench.first_tokens(), bench.idle_steps())
         if plan.overlap:
-            found |= bench.report_bursts(*bench.bursts())
+            found |= bench.report_bursts(*bench.bursts()) | bench.report_fresh(*bench.fresh())
         return found
 
 
@@ -161,9 +164,9 @@ class Bench:
         self._model = model
         self._engines = engines
         self._progress = progress
-        source = random.Random(7)  # noqa: S311  no secret
-        self._prompts = [self._prompt(source, plan.prompt_tokens) for _ in range(PROMPTS)]
-        self._short = [self._prompt(source, IDLE_PROMPT_TOKENS) for _ in range(IDLE_REQUESTS)]
+        self._source = random.Random(7)  # noqa: S311  no secret
+        self._prompts = [self._prompt(self._source, plan.prompt_tokens) for _ in range(PROMPTS)]
+        self._short = [self._prompt(self._source, IDLE_PROMPT_TOKENS) for _ in range(IDLE_REQUESTS)]
         self._reused: dict[str, int] = {}
         self._identical: dict[str, bool] = {}
 
@@ -188,9 +191,9 @@ class Bench:
             raise BenchError(f"The engine {name} found nothing of a prompt that it had stored.")
         self._reused[name] = tokens
 
-    def first_tokens(self) -> dict[str, list[float]]:
+    def first_tokens(self) -> Samples:
         """Seconds to the first token of a prompt that every cache has."""
-        samples: dict[str, list[float]] = defaultdict(list)
+        samples: Samples = defaultdict(list)
         for number, name, process in self._turns("time to first token"):
             prompt = self._prompts[number % PROMPTS]
             answer = process.ask("answer", tokens=prompt, max_tokens=1)
@@ -199,38 +202,51 @@ class Bench:
             samples[name].append(answer["first_token_s"])
         return samples
 
-    def bursts(self) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
+    def fresh(self) -> tuple[Samples, Samples]:
+        """Prompts that nobody has: seconds to the first token, and until they are stored."""
+        first: Samples = defaultdict(list)
+        settled: Samples = defaultdict(list)
+        for _, name, process in self._turns("fresh prompts"):
+            prompt = self._prompt(self._source, self._plan.prompt_tokens)
+            answer = process.ask("answer", tokens=prompt, max_tokens=1)
+            first[name].append(answer["first_token_s"])
+            settled[name].append(answer["settled_s"])
+        return first, settled
+
+    def bursts(self) -> tuple[Samples, Samples]:
         """All prompts at once, beside requests that generate: seconds to the first token, and the longest
         step meanwhile."""
-        first: dict[str, list[float]] = defaultdict(list)
-        longest: dict[str, list[float]] = defaultdict(list)
+        first: Samples = defaultdict(list)
+        longest: Samples = defaultdict(list)
         for _, name, process in self._turns("bursts"):
-            answer = process.ask("burst", prompts=self._prompts, short=self._short, count=BURSTS[1])
+            answer = process.ask("burst", prompts=self._prompts, short=self._short, count=STEP_COUNTS[1])
             first[name].append(answer["first_token_s"])
             longest[name].append(answer["longest_step_s"])
         return first, longest
 
-    def idle_steps(self) -> dict[str, list[float]]:
+    def idle_steps(self) -> Samples:
         """Steps per second, while no connector has anything to do."""
         self._progress("idle steps: warming up")
-        trial = [each.ask("steps", prompts=self._short, count=BURSTS[0]) for each in self._engines.values()]
+        trial = [
+            each.ask("steps", prompts=self._short, count=STEP_COUNTS[0]) for each in self._engines.values()
+        ]
         rate = max(each["steps_per_s"] for each in trial)
-        count = max(BURSTS[0], min(BURSTS[1], int(rate * BURST_S)))
-        samples: dict[str, list[float]] = defaultdict(list)
-        for _, name, process in self._turns("idle steps"):
+        count = max(STEP_COUNTS[0], min(STEP_COUNTS[1], int(rate * STRETCH_S)))
+        samples: Samples = defaultdict(list)
+        for _, name, process in self._turns("idle steps", STRETCHES):
             samples[name].append(process.ask("steps", prompts=self._short, count=count)["steps_per_s"])
         return samples
 
-    def _turns(self, title: str) -> Iterator[tuple[int, str, EngineProcess]]:
+    def _turns(self, title: str, times: int = 1) -> Iterator[tuple[int, str, EngineProcess]]:
         names = list(self._engines)
-        rounds = self._plan.rounds
+        rounds = self._plan.rounds * times
         for number in range(rounds):
             self._progress(f"{title}: round {number + 1} of {rounds}")
             first = number % len(names)
             for name in (*names[first:], *names[:first]):
                 yield number, name, self._engines[name]
 
-    def report(self, seconds: Mapping[str, list[float]], steps: Mapping[str, list[float]]) -> dict[str, Any]:
+    def report(self, seconds: Samples, steps: Samples) -> dict[str, Any]:
         plan = self._plan
         told: dict[str, Any] = {
             "ttft_vs_without": _ratio(seconds, KVWIRE, WITHOUT),
@@ -255,9 +271,7 @@ class Bench:
         }
         return told
 
-    def report_bursts(
-        self, first: Mapping[str, list[float]], longest: Mapping[str, list[float]]
-    ) -> dict[str, Any]:
+    def report_bursts(self, first: Samples, longest: Samples) -> dict[str, Any]:
         return {
             "burst_ttft_vs_without": _ratio(first, KVWIRE, WITHOUT),
             "burst_ttft_overlap_vs_async": _ratio(first, OVERLAP, KVWIRE),
@@ -266,15 +280,23 @@ class Bench:
             "burst_longest_step_ms": _milliseconds(longest),
         }
 
+    def report_fresh(self, first: Samples, settled: Samples) -> dict[str, Any]:
+        return {
+            "fresh_ttft_overlap_vs_async": _ratio(first, OVERLAP, KVWIRE),
+            "fresh_stored_overlap_vs_async": _ratio(settled, OVERLAP, KVWIRE),
+            "fresh_ttft_ms": _milliseconds(first),
+            "fresh_stored_ms": _milliseconds(settled),
+        }
+
     def _prompt(self, source: random.Random, length: int) -> list[int]:
         return [source.randrange(3, self._model.vocabulary) for _ in range(length)]
 
 
-def _milliseconds(samples: Mapping[str, Sequence[float]]) -> dict[str, float]:
+def _milliseconds(samples: Samples) -> dict[str, float]:
     return {name: round(stats.median(each) * 1e3, 2) for name, each in samples.items()}
 
 
-def _ratio(samples: Mapping[str, Sequence[float]], upper: str, lower: str) -> float | None:
+def _ratio(samples: Samples, upper: str, lower: str) -> float | None:
     if upper not in samples or lower not in samples:
         return None
     return round(stats.median_ratio(samples[upper], samples[lower]), 3)

@@ -49,7 +49,8 @@ class Engine:
         self._count = 0
 
     def answer(self, tokens: list[int], max_tokens: int) -> dict[str, Any]:
-        """One request by itself: the time to its first token, and what it said."""
+        """One request by itself: the time to its first token, what it said, and the time until the connector
+        let go of it, which is when all of it was stored."""
         begin = time.perf_counter()
         self._add(tokens, max_tokens)
         first_token_s = 0.0
@@ -61,6 +62,7 @@ class Engine:
         self._flush()
         return {
             "first_token_s": first_token_s,
+            "settled_s": time.perf_counter() - begin,
             "cached_tokens": output.num_cached_tokens or 0,
             "token_ids": list(output.outputs[0].token_ids),
         }
