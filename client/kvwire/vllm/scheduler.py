@@ -363,7 +363,7 @@ class SchedulerSide:
             if tracker is None or not tracker.may_store:
                 continue
             try:
-                chunks = range(tracker.next_chunk, self._storable_tokens(tracker, num_new) // cut.chunk_size)
+                chunks = range(tracker.next_chunk, tracker.storable_tokens(num_new) // cut.chunk_size)
                 note_states(tracker, cut, scheduler_output, num_new)
                 if chunks:
                     tables = scheduler_output.kv_connector_block_state.get_block_ids(request_id)
@@ -380,16 +380,6 @@ class SchedulerSide:
             self.tally.add("stored_tokens", len(due) * cut.chunk_size)
             stores.extend(due)
         return stores
-
-    def _storable_tokens(self, tracker: RequestTracker, num_new: int) -> int:
-        """How many tokens have their KV in place after this step, as far as they are to be stored."""
-        request = tracker.request
-        prompt = min(int(request.num_prompt_tokens), int(request.num_computed_tokens) + num_new)
-        if not tracker.params.save_decode:
-            return prompt
-        # Tokens of steps in flight may be taken back, and their ids may not be known yet.
-        settled = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
-        return max(prompt, min(int(settled), int(request.num_tokens)))
 
     def _store(
         self, tracker: RequestTracker, cut: ChunkCut, tables: Sequence[Sequence[int]] | None, chunks: range

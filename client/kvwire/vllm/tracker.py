@@ -89,6 +89,16 @@ class RequestTracker:
         self.offers = {}
         self.outdated = False
 
+    def storable_tokens(self, num_new: int) -> int:
+        """How many tokens have their KV in place after a step of `num_new`, if they are to be stored."""
+        request = self.request
+        prompt = min(int(request.num_prompt_tokens), int(request.num_computed_tokens) + num_new)
+        if not self.params.save_decode:
+            return prompt
+        # Tokens of steps in flight may be taken back, and their ids may not be known yet.
+        settled = request.num_computed_tokens - getattr(request, "num_in_flight_tokens", 0)
+        return max(prompt, min(int(settled), int(request.num_tokens)))
+
     def offered(self, states: Iterable[tuple[int, int, int]], chunk_size: int) -> None:
         """Recurrent states that a step leaves behind: the engine's group, the block, the number of tokens."""
         for group, block, num_tokens in states:
