@@ -149,8 +149,7 @@ def test_a_layout_that_conflicts_is_told_and_heals_when_the_other_engine_leaves(
         what = Registration(b"o" * 16, "other", Role.SCHEDULER, SPACE, layout, CHUNK, client_name="the other")
         registration = other.register(what)
         engine = make(server)
-        assert not is_healthy(engine)
-        assert all("the other" in part.degraded_reason for part in parts(engine))
+        wait_until(lambda: all("the other" in part.degraded_reason for part in parts(engine)))
         assert engine.found("r", range(128)) == 0
         refused = status(server).refused
         assert {each.client_name for each in refused} == {"scheduler", "worker 0", "worker 1"}
