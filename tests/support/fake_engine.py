@@ -82,7 +82,6 @@ class FakeLookups:
 
     chunk_size: int | None = CHUNK
     is_healthy: bool = True
-    degraded_reason: str = ""
     kept: int | None = 0
     hits: dict[str, int] = field(default_factory=dict)
     stale: set[str] = field(default_factory=set)

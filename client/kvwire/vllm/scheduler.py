@@ -246,11 +246,11 @@ class SchedulerSide:
         return self._cut
 
     def _why_not(self, tracker: RequestTracker, cut: ChunkCut | None) -> str:
-        """Why a request's prompt is not looked up; empty when it is."""
+        """Why a request's prompt is not looked up; empty when it is. A user reads it: no addresses."""
         if cut is None or not self._lookups.is_healthy:
-            return f"degraded: {self._lookups.degraded_reason or 'the server is not used yet'}"
+            return "degraded: the server is not used"
         if self._unhealthy_ranks:
-            return f"degraded: the workers of the ranks {sorted(self._unhealthy_ranks)} lack their server"
+            return "degraded: a worker does not use its server"
         # The engine ignores a hit of a request that skips its cache; asking would only lease it.
         unless = (
             (tracker.cacheable, "this request cannot be cached"),

@@ -137,11 +137,11 @@ class TestAnswer:
         missed = asking("missed", stats=True)
         ask(side, lookups, missed, 0)
         assert answer_of(side, missed)["reason"] == "nothing found"
-        lookups.is_healthy, lookups.degraded_reason = False, "UNAVAILABLE"
+        lookups.is_healthy = False
         degraded = asking("degraded", stats=True)
         side.matched_tokens(degraded, 32)
         side.allocated(degraded, Blocks(TABLE), 0)
-        assert answer_of(side, degraded)["reason"] == "degraded: UNAVAILABLE"
+        assert answer_of(side, degraded)["reason"] == "degraded: the server is not used"
         assert answer_of(side, degraded)["engine_cached_tokens"] == 32
 
 
