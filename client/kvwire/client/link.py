@@ -218,6 +218,7 @@ class Link:
     def heartbeat(self) -> None:
         if self._state is LinkState.CLOSED:
             return
+        renewals = self._renewals
         try:
             if self._state in {LinkState.HEALTHY, LinkState.SUSPECT}:
                 problem = self._check()
@@ -233,7 +234,9 @@ class Link:
             logger.exception("kvwire: connecting to %s failed", self.client.target)
             self._degrade(f"connecting failed in this process: {error!r}")
         finally:
-            self._tried.set()
+            # Whoever has renewed it meanwhile waits for the next attempt.
+            if renewals == self._renewals:
+                self._tried.set()
 
     def _check(self) -> str:
         """What is wrong with the server, or an empty string."""
