@@ -190,3 +190,69 @@ def test_bl22_what_was_dropped_between_lookup_and_load_is_named(server, engine):
     assert worker.get_finished(set()) == (None, {"r"})
     assert worker.failed_requests() == {"r"}
     assert worker.get_block_ids_with_load_errors() == set(range(20, 36))
+
+
+def test_the_cache_is_emptied_of_what_nobody_uses(engine, server):
+    scheduler, worker, _ = engine
+    prompt = list(range(4 * CHUNK))
+    assert found(scheduler, "r", prompt) == 0
+    assert store(worker, "r", 4).wait(10)
+    scheduler.end_session("r")
+    assert found(scheduler, "s", prompt) == 4 * CHUNK
+    # The lookup's lease keeps them; when it is given back there is nothing in the way.
+    assert scheduler.clear(0.2) == 4
+    scheduler.release_lookup("s")
+    assert scheduler.clear(5.0) == 0
+    scheduler.end_session("s")
+    assert found(scheduler, "t", prompt) == 0
+    with Client(server.address) as other:
+        assert other.clear(Namespace("another")).cleared_chunks == 0
+
+
+def test_a_server_that_is_gone_is_not_emptied(engine, server):
+    scheduler, _, _ = engine
+    server.process.kill()
+    server.process.wait()
+    assert scheduler.clear(5.0) is None
+    assert scheduler.clear(0.0) is None
+
+
+def test_how_long_lookups_and_transfers_take_is_told(server):
+    answers, ends = [], []
+    kv = random_kv()
+    worker = WorkerAdapter(
+        server.address,
+        None,
+        "m",
+        1,
+        0,
+        BLOCK_SIZE,
+        engine_id="engine",
+        on_end=lambda *what: ends.append(what),
+    )
+    worker.register_kv_caches(kv)
+    scheduler = SchedulerAdapter(
+        server.address,
+        None,
+        "m",
+        1,
+        0,
+        BLOCK_SIZE,
+        engine_id="engine",
+        layout=worker._cache.layout,
+        on_answer=answers.append,
+    )
+    assert found(scheduler, "r", list(range(2 * CHUNK))) == 0
+    assert store(worker, "r", 2).wait(10)
+    assert store(worker, "r", 2).wait(10)
+    wait_until(lambda: len(ends) == 2)
+    size = 2 * 4 * 2 * 4096
+    # The second time they are there already: well done, and nothing moved.
+    assert [(kind.value, well, moved) for kind, well, moved, _ in ends] == [
+        ("store", True, size),
+        ("store", True, 0),
+    ]
+    assert all(seconds > 0 for *_, seconds in ends)
+    assert len(answers) == 1
+    scheduler.shutdown()
+    worker.shutdown()
