@@ -1,0 +1,374 @@
+"""The coordinator's domain as one object: what a servicer, a Kafka source and the timers call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Final, Protocol
+
+from kvwire.coordinator.apply import Applied, Applier, Event
+from kvwire.coordinator.blend import BlendHit, BlendIndex
+from kvwire.coordinator.directory import KeyDirectory
+from kvwire.coordinator.gate import EventGate, FeedState, GateStats
+from kvwire.coordinator.incarnations import Incarnations
+from kvwire.coordinator.members import Changes, Members
+from kvwire.coordinator.messages import Admission, Located, Placement, Reporting, Tier
+from kvwire.coordinator.reporting import Arrivals
+from kvwire.errors import ChunkSizeNotNegotiated, InvalidArgument, TooManyItems
+from kvwire.keys import chunk_keys, root
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Sequence
+
+    from kvwire.coordinator.gate import Feed
+    from kvwire.coordinator.messages import ServerInfo
+    from kvwire.keys import Namespace
+
+MAX_EVENTS: Final = 10_000
+
+
+class Batch(Protocol):
+    """A `kvwire.v1.CacheEventBatch` or alike."""
+
+    @property
+    def server_id(self) -> str: ...
+    @property
+    def incarnation(self) -> bytes: ...
+    @property
+    def sequence(self) -> int: ...
+    @property
+    def lost(self) -> int: ...
+    @property
+    def events(self) -> Sequence[Event]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """Times in seconds. `keep_l2`: how long what a lost server has in L2 is listed. `blend_bytes` 0: off."""
+
+    expires_after: float = 30.0
+    silent_after: float = 3.0
+    retry_after: float = 2.0
+    repeat_silent: float = 15.0
+    keep_l2: float = 86_400.0
+    max_keys: int = 65_536
+    max_kept_events: int = 1_000_000
+    max_deleted_while_loading: int = 1_000_000
+    blend_bytes: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    next_sequence: int
+    sharing_problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Reported:
+    """`sequence`: the highest one that the sender may forget; 0 for a batch of an earlier run."""
+
+    sequence: int
+    admission: Admission
+    applied: Applied = field(default_factory=Applied)
+
+
+@dataclass(frozen=True, slots=True)
+class MemberView:
+    info: ServerInfo
+    heartbeat_age: float
+    used_bytes: int
+    reporting: Reporting
+    applied_sequence: int
+    placements: int
+    sharing_problem: str
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """A snapshot to be fetched from one of `addresses`. `number` tells it from the server's other pulls."""
+
+    server_id: str
+    incarnation: bytes
+    addresses: tuple[str, ...]
+    number: int
+
+
+@dataclass(slots=True, eq=False)
+class _Watched:
+    arrivals: Arrivals
+    pull_at: float
+    shown: Reporting = Reporting.CURRENT
+
+
+class Fleet:
+    """Single-threaded, never blocks; `now` is monotonic. What takes long is done in slices by `sweep`."""
+
+    def __init__(self, config: FleetConfig | None = None) -> None:
+        self.config = config or FleetConfig()
+        incarnations = Incarnations()
+        self.members = Members(incarnations, self.config.expires_after)
+        self.gate = EventGate(incarnations, self.config.max_kept_events)
+        self.directory = KeyDirectory(self._dropped)
+        self.blend: BlendIndex | None = None
+        self._plain = Applier(self.directory)
+        self._applier = self._plain
+        self._watched: dict[str, _Watched] = {}
+        self._lost_at: dict[str, float] = {}
+
+    # Members.
+
+    def register(self, info: ServerInfo, now: float) -> Registered:
+        """Raises InvalidArgument, IncarnationStale."""
+        joined = self.members.register(info, now)
+        server_id = info.server_id
+        if joined.new:
+            self.directory.fence(server_id, (Tier.L1,))
+            self.directory.set_incarnation(server_id, info.incarnation)
+            self._lost_at.pop(server_id, None)
+            self._watched[server_id] = _Watched(Arrivals(now), pull_at=now)
+            # It may have told something before it was a member here, and what its last run had told of L2
+            # when it ended may not have arrived.
+            self.gate.open(server_id, info.incarnation)
+        self._watched[server_id].arrivals.heard(now)
+        self._apply_terms()
+        feed = self._feed(server_id)
+        return Registered(feed.seen + 1, joined.member.sharing_problem)
+
+    def heartbeat(
+        self, server_id: str, incarnation: bytes, now: float, used_bytes: int = 0, last_sequence: int = 0
+    ) -> None:
+        """Raises ServerNotRegistered, IncarnationStale."""
+        member = self.members.heartbeat(server_id, incarnation, now, used_bytes, last_sequence)
+        self._watched[server_id].arrivals.note(member, self._feed(server_id), now)
+
+    def deregister(self, server_id: str, incarnation: bytes) -> bool:
+        if not self.members.deregister(server_id, incarnation):
+            return False
+        self._leave(server_id)
+        self.directory.forget(server_id)
+        return True
+
+    def tick(self, now: float) -> None:
+        """What time alone brings about. To be called about every second."""
+        for server_id in self.members.expire(now):
+            self._leave(server_id)
+            self.directory.fence(server_id, (Tier.L1,))
+            self.directory.holdings(server_id).reachable = False
+            self._lost_at[server_id] = now
+        for server_id in [name for name, at in self._lost_at.items() if now - at > self.config.keep_l2]:
+            del self._lost_at[server_id]
+            self.directory.forget(server_id)
+        for server_id, watched in self._watched.items():
+            self._watch(server_id, watched, now)
+
+    def view(self, server_id: str, now: float) -> MemberView | None:
+        member = self.members.get(server_id)
+        if member is None:
+            return None
+        feed = self._feed(server_id)
+        return MemberView(
+            member.info,
+            now - member.heartbeat_at,
+            member.used_bytes,
+            self._watched[server_id].arrivals.state(feed),
+            feed.applied,
+            self.directory.holdings(server_id).placements,
+            member.sharing_problem,
+        )
+
+    def views(self, now: float) -> list[MemberView]:
+        """All members by id."""
+        views = [self.view(member.info.server_id, now) for member in self.members.all()]
+        return [view for view in views if view is not None]
+
+    def take_changes(self) -> Changes:
+        return self.members.take_changes()
+
+    # Events.
+
+    def report(self, batch: Batch, now: float) -> Reported:
+        """Raises InvalidArgument, TooManyItems, ServerNotRegistered."""
+        server_id, sequence, events = batch.server_id, batch.sequence, batch.events
+        if sequence < 1:
+            raise InvalidArgument("batch.sequence", "0 is no sequence: batches are numbered from 1")
+        if len(events) > MAX_EVENTS:
+            raise TooManyItems(
+                f"The batch has {len(events)} events; at most {MAX_EVENTS} are allowed.",
+                actual=len(events),
+                allowed=MAX_EVENTS,
+            )
+        feed = self.gate.sender(server_id, batch.incarnation)
+        if feed is None:
+            return Reported(0, Admission.STALE)
+        admission = self.gate.admit(feed, sequence, batch.lost, batch, len(events))
+        applied = Applied()
+        if admission is not Admission.DUPLICATE:
+            applied = self._apply(server_id, feed, events, now)
+        watched = self._watched[server_id]
+        if watched.arrivals.silent:
+            watched.pull_at = now
+        watched.arrivals.heard(now)
+        member = self.members.get(server_id)
+        if member is not None:
+            watched.arrivals.note(member, feed, now)
+        return Reported(feed.seen, admission, applied)
+
+    # Snapshots.
+
+    def pulls(self, now: float) -> list[Pull]:
+        """The snapshots to fetch now; each is begun by this call, and ended by `end_pull` or `fail_pull`."""
+        begun: list[Pull] = []
+        for server_id, watched in self._watched.items():
+            feed = self._feed(server_id)
+            member = self.members.get(server_id)
+            if feed.state is FeedState.WANTED and now >= watched.pull_at and member is not None:
+                number = self.gate.begin(feed)
+                if watched.arrivals.silent:
+                    watched.pull_at = now + self.config.repeat_silent
+                begun.append(Pull(server_id, feed.incarnation, member.info.addresses, number))
+        return begun
+
+    def pull_page(
+        self, pull: Pull, incarnation: bytes, sequence: int, placements: Iterable[Event], now: float
+    ) -> bool:
+        """One page of the answer. False: this pull counts no more, and another one will be wanted."""
+        feed = self.gate.feed(pull.server_id)
+        if feed is None or feed.incarnation != pull.incarnation:
+            return False
+        if incarnation != pull.incarnation:
+            self.fail_pull(pull, now)
+            return False
+        holdings = self.directory.holdings(pull.server_id)
+        if self.gate.counts(feed, pull.number, FeedState.PULLING):
+            again = self.gate.position(feed, pull.number, sequence)
+            if again is None:
+                self._watched[pull.server_id].pull_at = now + self.config.retry_after
+                return False
+            self.directory.begin_snapshot(holdings)
+            applier = self._applier_of(pull.server_id)
+            for batch in again:
+                applier.events(holdings, batch.events, now, again=True)
+        if not self.gate.counts(feed, pull.number):
+            return False
+        self._applier_of(pull.server_id).snapshot_page(holdings, placements, now)
+        return True
+
+    def end_pull(self, pull: Pull, now: float) -> bool:
+        """All pages are in (at least one): the view of this server is whole."""
+        feed = self.gate.feed(pull.server_id)
+        if feed is None or feed.incarnation != pull.incarnation or not self.gate.end(feed, pull.number):
+            self.fail_pull(pull, now)
+            return False
+        self.directory.end_snapshot(self.directory.holdings(pull.server_id))
+        member = self.members.get(pull.server_id)
+        if member is not None:
+            self._watched[pull.server_id].arrivals.note(member, feed, now)
+        return True
+
+    def fail_pull(self, pull: Pull, now: float) -> None:
+        """It could not be fetched: tried again after a while. What pages told stays."""
+        feed = self.gate.feed(pull.server_id)
+        if feed is None or feed.incarnation != pull.incarnation or feed.pull != pull.number:
+            return
+        if feed.state is not FeedState.STREAMING:
+            self._obsolete(pull.server_id, feed)
+            self._watched[pull.server_id].pull_at = now + self.config.retry_after
+
+    # Questions.
+
+    def locate(self, keys: Sequence[bytes], *, with_placements: bool = False) -> Located:
+        """Keys in the order of the prompt. Raises TooManyItems, InvalidArgument."""
+        if len(keys) > self.config.max_keys:
+            raise TooManyItems(
+                f"{len(keys)} keys were asked for; at most {self.config.max_keys} are allowed.",
+                actual=len(keys),
+                allowed=self.config.max_keys,
+            )
+        for position, key in enumerate(keys):
+            if len(key) != 32:
+                raise InvalidArgument("keys", f"key {position} has {len(key)} bytes instead of 32")
+        return self.directory.locate(keys, with_placements=with_placements)
+
+    def keys_of(self, namespace: Namespace, tokens: bytes) -> list[bytes]:
+        """By the fleet's chunk size. Raises ChunkSizeNotNegotiated, TokensInvalid, InvalidArgument."""
+        chunk_size = self._require_chunk_size()
+        return chunk_keys(root(namespace, chunk_size), tokens, chunk_size)
+
+    def match_blend(
+        self, namespace: Namespace, tokens: bytes
+    ) -> list[tuple[BlendHit, tuple[Placement, ...]]]:
+        """Raises ChunkSizeNotNegotiated, TokensInvalid, InvalidArgument. Hits are candidates only."""
+        chunk_root = root(namespace, self._require_chunk_size())
+        hits = self.blend.match(chunk_root, tokens) if self.blend is not None else []
+        found = [(hit, self.directory.placements(hit.key)) for hit in hits]
+        return [(hit, placements) for hit, placements in found if placements]
+
+    @property
+    def stats(self) -> GateStats:
+        return self.gate.stats
+
+    def sweep(self, limit: int = 2000) -> int:
+        """Free up to `limit` fenced placements; returns how many are left for the next slice."""
+        return self.directory.sweep(limit)
+
+    # Inside.
+
+    def _feed(self, server_id: str) -> Feed:
+        feed = self.gate.feed(server_id)
+        if feed is None:
+            raise KeyError(server_id)
+        return feed
+
+    def _leave(self, server_id: str) -> None:
+        self.gate.close(server_id)
+        self._watched.pop(server_id, None)
+        self.directory.abandon_snapshot(self.directory.holdings(server_id))
+        self._apply_terms()
+
+    def _watch(self, server_id: str, watched: _Watched, now: float) -> None:
+        feed, arrivals = self._feed(server_id), watched.arrivals
+        arrivals.check(feed, now, self.config.silent_after)
+        behind = arrivals.silent and arrivals.behind_since is not None
+        if behind and feed.state is FeedState.STREAMING and now >= watched.pull_at:
+            # Its events do not arrive, but it may be asked.
+            self.gate.want(feed)
+        state = arrivals.state(feed)
+        if state is not watched.shown:
+            watched.shown = state
+            self.members.changed(server_id)
+
+    def _apply(self, server_id: str, feed: Feed, events: Sequence[Event], now: float) -> Applied:
+        holdings = self.directory.holdings(server_id)
+        if holdings.loading and feed.state is not FeedState.LOADING:
+            self.directory.abandon_snapshot(holdings)
+        applied = self._applier_of(server_id).events(holdings, events, now)
+        if len(holdings.deleted) > self.config.max_deleted_while_loading:
+            self._obsolete(server_id, feed)
+        return applied
+
+    def _obsolete(self, server_id: str, feed: Feed) -> None:
+        self.gate.want(feed)
+        self.directory.abandon_snapshot(self.directory.holdings(server_id))
+
+    def _applier_of(self, server_id: str) -> Applier:
+        member = self.members.get(server_id)
+        return self._applier if member is not None and member.sharing else self._plain
+
+    def _apply_terms(self) -> None:
+        """After anything that may change who fits the fleet."""
+        for member in self.members.all():
+            self.directory.holdings(member.info.server_id).reachable = member.sharing
+        size = self.members.chunk_size
+        if self.config.blend_bytes and size and (self.blend is None or self.blend.chunk_size != size):
+            self.blend = BlendIndex(size, self.config.blend_bytes)
+            self._applier = Applier(self.directory, self.blend)
+
+    def _require_chunk_size(self) -> int:
+        if not self.members.chunk_size:
+            raise ChunkSizeNotNegotiated(
+                "No member of the fleet has a chunk size yet: ask by keys, or later."
+            )
+        return self.members.chunk_size
+
+    def _dropped(self, key: bytes) -> None:
+        if self.blend is not None:
+            self.blend.remove(key)

@@ -1,0 +1,86 @@
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+from typing import NamedTuple
+
+
+class Tier(IntEnum):
+    """Where a chunk lies; numbers as in `kvwire.v1.StorageTier`."""
+
+    L1 = 1
+    L2 = 2
+
+
+class Reporting(StrEnum):
+    """Whether a member's events arrive. Being alive is another fact."""
+
+    CURRENT = "current"
+    LAGGING = "lagging"
+    RESYNCING = "resyncing"
+    SILENT = "silent"
+
+
+class Admission(StrEnum):
+    ADMITTED = "admitted"
+    DUPLICATE = "duplicate"
+    STALE = "stale"
+    GAP = "gap"
+
+
+@dataclass(frozen=True, slots=True)
+class ServerInfo:
+    """A cache server as it describes itself. `chunk_size` in tokens, 0 while it has none."""
+
+    server_id: str
+    incarnation: bytes
+    addresses: tuple[str, ...] = ()
+    chunk_size: int = 0
+    digest: str = ""
+    capacity_bytes: int = 0
+    version: str = ""
+    features: tuple[str, ...] = ()
+
+
+class Placement(NamedTuple):
+    """A hint: the server said so. `since` is on the coordinator's monotonic clock, `uses` as reported."""
+
+    server_id: str
+    incarnation: bytes
+    tier: int
+    backend: str
+    size_bytes: int
+    since: float
+    uses: int
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """`prefixes`: leading chunks per server that can be asked, longest first; `combined`: by all of them.
+
+    `placements` has one entry per key, also of servers that cannot be asked, or is empty: not asked for.
+    """
+
+    asked: int
+    prefixes: tuple[tuple[str, int], ...]
+    combined: int
+    placements: tuple[tuple[Placement, ...], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryStats:
+    """`keys` counts those whose last placement is fenced and not yet swept; `unswept` such placements."""
+
+    keys: int
+    placements: int
+    placement_bytes: int
+    unswept: int
+
+
+@dataclass(frozen=True, slots=True)
+class HoldingStats:
+    server_id: str
+    tier: int
+    backend: str
+    placements: int
+    placement_bytes: int
