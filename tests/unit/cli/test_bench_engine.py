@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvwire.cli.bench import command, engine_lmcache, engine_models, report
-from kvwire.cli.bench.engine import KVWIRE, LMCACHE, WITHOUT, Bench, Plan, run
+from kvwire.cli.bench import engine as bench_engine
+from kvwire.cli.bench.engine import Plan, run
 from kvwire.cli.bench.engine_models import Model
 from kvwire.cli.bench.engine_process import EngineProcess
+from kvwire.cli.bench.engine_rounds import KVWIRE, LMCACHE, OVERLAP, WITHOUT, Bench
 from kvwire.cli.bench.processes import BenchError
 from kvwire.errors import ConfigError
 
@@ -31,41 +34,82 @@ class FakeEngine:
         self.log.append((order, self.name))
         if order == "steps":
             return {"steps_per_s": self.rate}
+        if order == "burst":
+            return {"first_token_s": 2 * self.seconds, "longest_step_s": 3 * self.seconds}
         tokens = words["tokens"]
         cached = len(tokens) // CHUNK * CHUNK if tuple(tokens) in self.known else 0
         if self.caches:
             self.known.add(tuple(tokens))
         said = [token + self.shift for token in tokens[: words["max_tokens"]]]
-        return {"first_token_s": self.seconds, "cached_tokens": cached, "token_ids": said}
+        return {
+            "first_token_s": self.seconds,
+            "settled_s": 4 * self.seconds,
+            "cached_tokens": cached,
+            "token_ids": said,
+        }
 
 
-def bench(log, **engines):
+def bench(log, *, overlap=False, **engines):
     made = {
         WITHOUT: FakeEngine(WITHOUT, log, seconds=2.0, caches=False),
         KVWIRE: FakeEngine(KVWIRE, log, seconds=0.5, steps=95.0),
         **{name: FakeEngine(name, log, **how) for name, how in engines.items()},
     }
-    return Bench(Plan(rounds=4, chunk_size=CHUNK, no_lmcache="none here"), MODEL, made, lambda _text: None)
+    plan = Plan(rounds=4, chunk_size=CHUNK, overlap=overlap, no_lmcache="none here")
+    return Bench(plan, MODEL, made, lambda _text: None)
+
+
+def report_of(running):
+    running.fill()
+    return bench_engine.report(running._plan, running, running.measure())
 
 
 def test_ratios_are_of_one_round_and_each_round_begins_with_another_engine():
     log = []
     running = bench(log, **{LMCACHE: {"seconds": 1.0}})
-    running.fill()
-    log.clear()
-    found = running.report(running.first_tokens(), running.idle_steps())
+    found = report_of(running)
     assert (found["ttft_vs_without"], found["ttft_vs_lmcache"]) == (0.25, 0.5)
     assert found["idle_steps_vs_without"] == 0.95
     assert found["reused_tokens"] == {WITHOUT: 0, KVWIRE: 960, LMCACHE: 960}
-    names = [name for order, name in log if order == "answer"]
+    filled = 3 * 2 * 3
+    names = [name for order, name in log if order == "answer"][filled:]
     assert [names[i] for i in range(0, len(names), 3)] == [WITHOUT, KVWIRE, LMCACHE, WITHOUT]
     assert all(len(set(names[i : i + 3])) == 3 for i in range(0, len(names), 3))
 
 
+def test_the_option_is_compared_with_the_default():
+    found = report_of(bench([], overlap=True, **{OVERLAP: {"seconds": 0.25, "steps": 90.0}}))
+    for name in ("ttft", "burst_ttft", "burst_longest_step", "fresh_ttft", "fresh_stored"):
+        assert found[f"{name}_overlap_vs_async"] == 0.5
+    assert found["idle_steps_overlap_vs_without"] == 0.9
+    assert found["burst_ttft_vs_without"] == 0.25
+    assert found["fresh_stored_ms"][OVERLAP] == 1000
+
+
+def test_trials_start_anew_each_with_another_engine_first(monkeypatch):
+    started, rounds = [], iter([1.0, 2.0])
+    monkeypatch.setattr(bench_engine.engine_models, "prepare", lambda name, tell: MODEL)
+    monkeypatch.setattr(bench_engine.importlib.util, "find_spec", lambda name: True)
+
+    @contextlib.contextmanager
+    def start(name, task, folder, **how):
+        started.append(name)
+        yield FakeEngine(name, [], caches=name != WITHOUT, seconds=next(rounds) if name == KVWIRE else 1.0)
+
+    @contextlib.contextmanager
+    def server(folder, flags):
+        yield "unix:/nowhere"
+
+    monkeypatch.setattr(bench_engine, "engine", start)
+    monkeypatch.setattr(bench_engine, "kvwire_server", server)
+    found = run(Plan(trials=2, rounds=3), lambda _text: None)
+    assert started == [WITHOUT, KVWIRE, KVWIRE, WITHOUT]
+    # Half of the rounds are of either trial.
+    assert found["ttft_vs_without"] == 1.5
+
+
 def test_what_is_left_out_says_why(capfd):
-    running = bench([])
-    running.fill()
-    found = running.report(running.first_tokens(), running.idle_steps())
+    found = report_of(bench([]))
     assert found["ttft_vs_lmcache"] is None
     assert found["skipped"] == {"ttft_vs_lmcache": "none here"}
     report.print_engine(found)
@@ -94,7 +138,7 @@ def test_an_engine_that_loses_its_cache_on_the_way_is_no_measurement():
         running.first_tokens()
 
 
-@pytest.mark.parametrize("plan", [Plan(prompt_tokens=64), Plan(chunk_size=48)])
+@pytest.mark.parametrize("plan", [Plan(prompt_tokens=64), Plan(chunk_size=48), Plan(trials=0)])
 def test_plans_that_measure_nothing_are_refused(plan):
     with pytest.raises(ConfigError):
         run(plan, lambda _text: None)

@@ -134,7 +134,8 @@ def engine(
     path: Annotated[
         Literal["auto", "shm", "ucx", "inline"], Parameter(help="How kvwire's bytes move.")
     ] = "auto",
-    rounds: Annotated[int, Parameter(help="Rounds of each measurement. 0: 12, or 2 with --quick.")] = 0,
+    trials: Annotated[int, Parameter(help="How often all is started anew. 0: 3, or 1 with --quick.")] = 0,
+    rounds: Annotated[int, Parameter(help="Rounds of each trial. 0: 4, or 2 with --quick.")] = 0,
     threads: Annotated[int, Parameter(help="Threads of each engine's kernels.")] = 1,
     overlap: Annotated[
         bool, Parameter(help="Also measure kvwire.overlap, layer by layer.", negative=())
@@ -158,7 +159,8 @@ def engine(
             prompt_tokens=prompt_tokens,
             chunk_size=chunk_size,
             path=path,
-            rounds=rounds or (2 if quick else 12),
+            trials=trials or (1 if quick else 3),
+            rounds=rounds or (2 if quick else 4),
             threads=threads,
             overlap=overlap,
             lmcache=lmcache,
