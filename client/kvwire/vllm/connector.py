@@ -188,7 +188,9 @@ class KvwireConnector(KVConnectorBase_V1, SupportsHMA):
     @contained(_nothing)
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Asynchronous loads have nothing to do with the step that runs."""
-        self._of_worker.side.before_layer(layer_name, self._step)
+        side = self._of_worker.side
+        if side.layers is not None:
+            side.before_layer(layer_name, self._step)
 
     @contained(_nothing)
     def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
