@@ -148,6 +148,11 @@ class PathRegistrar:
         self._swap(_Binding(lane, candidate))
         return registration_id
 
+    def lost(self) -> None:
+        binding = self._binding
+        if binding is not None:
+            binding.candidate.give_up()
+
     def closed(self) -> None:
         """Let transfers end, for a while, and give the path back."""
         with self._changed:

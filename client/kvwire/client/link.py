@@ -48,6 +48,9 @@ class Registrar(Protocol):
     def register(self, client: Client, chunk_size: int) -> int:
         """Register and return the registration's id, 0 for a client that only looks."""
 
+    def lost(self) -> None:
+        """The server is not used any more, until the next `register`: what waits for it need not wait on."""
+
     def closed(self) -> None:
         """The registration is over; nothing may be in flight any more."""
 
@@ -351,13 +354,15 @@ class Link:
         with self._lock:
             if self._state is LinkState.CLOSED:
                 return
-            self._state, self._reason = LinkState.DEGRADED, reason
+            before, self._state, self._reason = self._state, LinkState.DEGRADED, reason
             # Once per outage: a heartbeat without end must not fill the log.
             news = reason not in self._told and len(self._told) < _TOLD
             if news:
                 self._told.add(reason)
         if news:
             logger.warning("kvwire: the server at %s is not used: %s", self.client.target, reason)
+        if before is not LinkState.DEGRADED:
+            self._registrar.lost()
 
     def _wake(self) -> None:
         loop = self._loop

@@ -12,10 +12,13 @@ from kvwire.transfer.arena_path import ShmPath
 from kvwire.transfer.hosts import host_id
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from kvwire.client.client import Client
     from kvwire.client.types import Registered
     from kvwire.transfer.base import DataPath
     from kvwire.transfer.ucx_options import Kind
+    from kvwire.transfer.ucx_path import UcxPath
     from kvwire.v1 import transfer_pb2
 
 CHOICES: Final[dict[str, tuple[Path, ...]]] = {
@@ -53,6 +56,7 @@ class Candidate:
         self._memory_device = memory_device
         self._use: EngineUse | None = engines.use(_KINDS[path], devices) if path in _KINDS else None
         self._end: DataPath | None = None
+        self._give_up: Callable[[], None] | None = None
 
     def offer(self) -> Offer:
         address = self._use.engine.address if self._use is not None else b""
@@ -64,6 +68,11 @@ class Candidate:
             raise DataPathUnavailable(f"The server chose {registered.path.label}, which was not offered.")
         self._end = self._connect(client, registered)
         return self._end
+
+    def give_up(self) -> None:
+        """The server is gone or hangs. On other paths that ends calls, and with them what is under way."""
+        if self._give_up is not None:
+            self._give_up()
 
     def close(self) -> None:
         """When nothing is under way on it any more."""
@@ -84,13 +93,15 @@ class Candidate:
                 shm.keep_page_locked(PageLock(shm.arena))
             return shm
         if self._use is not None and registered.ucx is not None:
-            return _connect_ucx(self.path.label, self._use, registered.ucx)
+            ucx = _connect_ucx(self.path.label, self._use, registered.ucx)
+            self._give_up = ucx.give_up
+            return ucx
         raise DataPathUnavailable(
             f"The server did not say how to use {self.path.label}.", path=self.path.label
         )
 
 
-def _connect_ucx(name: str, use: EngineUse, access: transfer_pb2.UcxAccess) -> DataPath:
+def _connect_ucx(name: str, use: EngineUse, access: transfer_pb2.UcxAccess) -> UcxPath:
     from kvwire.transfer.ucx_path import UcxPath
     from kvwire.transfer.ucx_probe import probe_client
 

@@ -92,6 +92,10 @@ class Peer:
         """Fail what is under way and let go of the peer. Receives that have begun end when UCX ends them."""
         self._engine.drop_peer(self, "the connection was closed", gone=False)
 
+    def give_up(self) -> None:
+        """Fail all that is under way, within a second. Buffers are kept: the peer may still reach them."""
+        self._engine.drop_peer(self, "it does not answer any more", gone=True)
+
     def mark_gone(self) -> None:
         """The peer's process is proven to be gone, so none of its transfers touches memory any more."""
         self._engine.drop_peer(self, "its process has ended", gone=True)

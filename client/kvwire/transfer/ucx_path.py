@@ -123,6 +123,10 @@ class UcxPath:
         """A message is whole only if the server held its bytes until the last was taken."""
         return True
 
+    def give_up(self) -> None:
+        """The server is gone or hangs, which UCX may never notice: what waits for it fails."""
+        self._peer.give_up()
+
     def close(self) -> None:
         """Let go of the peer. The engine belongs to the process."""
         self._peer.close()

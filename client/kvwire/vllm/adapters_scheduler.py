@@ -84,8 +84,11 @@ class _SchedulerRegistrar:
         )
         return client.register(what).registration_id
 
-    def closed(self) -> None:
+    def lost(self) -> None:
         """Nothing is in flight that touches memory."""
+
+    def closed(self) -> None:
+        """As little."""
 
 
 class SchedulerAdapter:

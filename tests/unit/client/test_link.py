@@ -27,11 +27,15 @@ class Scheduler:
         self.client_id = os.urandom(16)
         self.chunk_sizes = []
         self.is_closed = False
+        self.times_lost = 0
 
     def register(self, client, chunk_size):
         self.chunk_sizes.append(chunk_size)
         what = Registration(self.client_id, "e", Role.SCHEDULER, Namespace("m"), LAYOUT, chunk_size)
         return client.register(what).registration_id
+
+    def lost(self):
+        self.times_lost += 1
 
     def closed(self):
         self.is_closed = True
@@ -155,6 +159,21 @@ def test_an_outage_degrades_at_once_and_heals_at_the_next_heartbeat(server, make
     assert link.degraded_reason
     server.start()
     eventually(lambda: link.is_healthy, 2.0)
+
+
+def test_what_waits_for_a_server_is_told_once_that_it_is_lost(server, make):
+    link = make()
+    link.start()
+    for outages in (1, 2):
+        assert link._registrar.times_lost == outages - 1
+        server.stop()
+        eventually(lambda: not link.is_usable)
+        calls = len(link._registrar.chunk_sizes)
+        time.sleep(0.3)
+        assert link._registrar.times_lost == outages
+        assert len(link._registrar.chunk_sizes) == calls
+        server.start()
+        eventually(lambda: link.is_healthy)
 
 
 def test_a_server_that_comes_back_with_another_chunk_size_stays_unused(server, make, caplog):
