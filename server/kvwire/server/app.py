@@ -141,6 +141,7 @@ class CacheServer:
         core = self.core
 
         def read() -> ServerState:
+            core.absorb()
             return ServerState(
                 engine=core.engine.status(),
                 calls_in_flight=core.guard.in_flight,
