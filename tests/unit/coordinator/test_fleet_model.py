@@ -4,6 +4,7 @@ know what they hold. Once it is quiet the directory is what they hold, with noth
 from __future__ import annotations
 
 from dataclasses import dataclass
+from random import Random
 
 import pytest
 from hypothesis import settings
@@ -14,12 +15,13 @@ from kvwire.coordinator.fleet import Fleet, FleetConfig, Pull
 from kvwire.errors import IncarnationStale, ServerNotRegistered
 from support.fleet_model import L1, L2, FakeBatch, FakeServer, FleetRun, Snapshot, chunk
 
-NAMES = ["a", "b", "c"]
-KEYS = [chunk(number) for number in range(6)]
+NAMES = ["a", "b"]
+KEYS = [chunk(number) for number in range(4)]
 NAME = st.sampled_from(NAMES)
 KEY = st.sampled_from(KEYS)
 TIER = st.sampled_from([L1, L1, L2])
 INDEX = st.integers(0, 1000)
+RARELY = st.integers(0, 3).map(lambda number: number == 3)
 
 
 @dataclass
@@ -39,21 +41,32 @@ class FleetMachine(RuleBasedStateMachine):
         self.sent: list[FakeBatch] = []
         self.answers: list[Answer] = []
 
-    @rule(name=NAME, key=KEY, tier=TIER, size=st.integers(1, 9))
-    def store(self, name, key, tier, size):
-        self.run.servers[name].store(key, size, tier)
+    @rule(name=NAME, keys=st.lists(KEY, min_size=1, max_size=3), tier=TIER, size=st.integers(1, 9))
+    def store(self, name, keys, tier, size):
+        for key in keys:
+            self.run.servers[name].store(key, size, tier)
+
+    @rule(name=NAME, index=INDEX)
+    def delete_what_it_has(self, name, index):
+        server = self.run.servers[name]
+        if server.held:
+            tier, key = sorted(server.held)[index % len(server.held)]
+            server.delete(key, tier)
 
     @rule(name=NAME, key=KEY, tier=TIER)
     def delete(self, name, key, tier):
         self.run.servers[name].delete(key, tier)
 
-    @rule(name=NAME, tier=TIER)
-    def clear(self, name, tier):
-        self.run.servers[name].clear(tier)
+    @rule(name=NAME, tier=TIER, happens=RARELY)
+    def clear(self, name, tier, happens):
+        if happens:
+            self.run.servers[name].clear(tier)
 
-    @rule(name=NAME)
-    def send(self, name):
+    @rule(name=NAME, arrives=st.booleans())
+    def send(self, name, arrives):
         self._close(self.run.servers[name])
+        while arrives and self.wire:
+            self._deliver(self.wire.pop(0))
 
     @rule(name=NAME, told=st.booleans())
     def lose(self, name, told):
@@ -84,9 +97,9 @@ class FleetMachine(RuleBasedStateMachine):
         except ServerNotRegistered:
             self.run.fleet.register(self.run.servers[name].info, self.run.now)
 
-    @rule(name=NAME)
-    def leave(self, name):
-        if self.run.fleet.deregister(name, self.run.servers[name].incarnation):
+    @rule(name=NAME, happens=RARELY)
+    def leave(self, name, happens):
+        if happens and self.run.fleet.deregister(name, self.run.servers[name].incarnation):
             assert name not in self.run.held()
 
     @rule(name=NAME, beats=st.booleans())
@@ -101,18 +114,24 @@ class FleetMachine(RuleBasedStateMachine):
         with pytest.raises((IncarnationStale, ServerNotRegistered)):
             self.run.fleet.heartbeat(name, old, self.run.now)
 
-    @rule()
-    def restart_coordinator(self):
-        self.run.fleet = Fleet(self.config)
+    @rule(happens=RARELY)
+    def restart_coordinator(self, happens):
+        if happens:
+            self.run.fleet = Fleet(self.config)
 
-    @rule(seconds=st.sampled_from([0.5, 2.0, 4.0, 31.0]))
+    @rule(seconds=st.sampled_from([0.5, 2.0, 2.0, 2.0, 4.0, 31.0]))
     def wait(self, seconds):
         self.run.now += seconds
         self.run.fleet.tick(self.run.now)
 
-    @rule()
-    def ask_for_snapshots(self):
-        self.answers += [Answer(pull) for pull in self.run.fleet.pulls(self.run.now)]
+    @rule(answered=st.booleans())
+    def ask_for_snapshots(self, answered):
+        asked = [Answer(pull) for pull in self.run.fleet.pulls(self.run.now)]
+        self.answers += asked
+        for answer in asked if answered else ():
+            answer.taken = self._snapshot(answer.pull.server_id)
+            while answer.told >= 0:
+                self._page(answer, 2)
 
     @precondition(lambda self: self.answers)
     @rule(index=INDEX)
@@ -214,5 +233,63 @@ class FleetMachine(RuleBasedStateMachine):
         self.answers = [other for other in self.answers if other is not answer]
 
 
-FleetMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
+FleetMachine.TestCase.settings = settings(max_examples=300, stateful_step_count=50)
 TestFleet = FleetMachine.TestCase
+
+
+class Walk:
+    """Longer runs in which faults are rare enough that snapshots, events and losses meet in their middle."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+        self.machine = FleetMachine()
+        self.machine.start(self.random.choice([2, 10**6]), self.random.choice([1, 10**6, 10**6]))
+        for name in NAMES:
+            self.machine.register(name)
+
+    def go(self, steps: int) -> None:
+        for _ in range(steps):
+            self.step()
+            self.machine.exact()
+            self.machine.only_members_are_located()
+        self.machine.teardown()
+
+    def step(self) -> None:
+        machine, pick = self.machine, self.random
+        name, key, tier = pick.choice(NAMES), pick.choice(KEYS), pick.choice([L1, L1, L2])
+        number = pick.randrange(1000)
+        moves = {
+            lambda: machine.store(name, [key], tier, 1 + number % 9): 20,
+            lambda: machine.delete_what_it_has(name, number): 15,
+            lambda: machine.clear(name, tier, happens=True): 1,
+            lambda: machine.send(name, arrives=False): 15,
+            lambda: machine.lose(name, told=number % 2 == 0): 5,
+            lambda: machine.arrive(number, first=number % 8 > 0) if machine.wire else None: 20,
+            lambda: self.all_arrive(): 8,
+            lambda: machine.arrive_again(number) if machine.sent else None: 3,
+            lambda: machine.beat(name): 3,
+            lambda: machine.wait(2.0): 6,
+            lambda: machine.wait(31.0): 0.2,
+            lambda: machine.restart_server(name, beats=number % 2 == 0): 0.5,
+            lambda: machine.restart_coordinator(happens=True): 0.5,
+            lambda: machine.ask_for_snapshots(answered=False): 10,
+            lambda: machine.take_snapshot(number) if machine.answers else None: 10,
+            lambda: self.page(number): 8,
+            lambda: machine.snapshot_fails(number) if machine.answers else None: 0.5,
+            lambda: machine.sweep(2): 3,
+        }
+        pick.choices(list(moves), list(moves.values()))[0]()
+
+    def all_arrive(self) -> None:
+        while self.machine.wire:
+            self.machine.arrive(0, first=True)
+
+    def page(self, number: int) -> None:
+        if any(answer.taken for answer in self.machine.answers):
+            self.machine.page_arrives(number, 1)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_random_walks(seed):
+    for walk in range(40):
+        Walk(1000 * seed + walk).go(100)
