@@ -249,6 +249,9 @@ class Fleet:
                 applier.events(holdings, batch.events, now, again=True)
         if not self.gate.counts(feed, pull.number):
             return False
+        if sequence != feed.position:
+            self.fail_pull(pull, now)
+            return False
         self._applier_of(pull.server_id).snapshot_page(holdings, placements, now)
         return True
 

@@ -51,6 +51,7 @@ class Feed:
     applied: int = 0
     seen: int = 0
     floor: int = 0
+    position: int = 0
     pull: int = 0
     kept: list[tuple[int, Any]] = field(default_factory=list)
     kept_events: int = 0
@@ -64,6 +65,8 @@ class EventGate:
         self._incarnations = incarnations
         self._max_kept = max_kept_events
         self._feeds: dict[str, Feed] = {}
+        # One count for all: a server that leaves and comes back gets a new feed, and old answers may follow.
+        self._pulls = 0
 
     def open(self, server_id: str, incarnation: bytes) -> Feed:
         """Take events of this run from now on. Some may have been missed, so a snapshot is wanted."""
@@ -121,7 +124,8 @@ class EventGate:
         self.want(feed)
         feed.state = FeedState.PULLING
         feed.floor = feed.seen
-        feed.pull += 1
+        self._pulls += 1
+        feed.pull = self._pulls
         return feed.pull
 
     def position(self, feed: Feed, pull: int, sequence: int) -> list[Any] | None:
@@ -134,6 +138,7 @@ class EventGate:
         again = [batch for number, batch in feed.kept if number > sequence]
         _drop_kept(feed)
         feed.state = FeedState.LOADING
+        feed.position = sequence
         feed.seen = max(feed.seen, sequence)
         return again
 

@@ -313,6 +313,30 @@ def test_a_snapshot_of_another_run_does_not_count():
     assert not run.holders(B)
 
 
+def test_an_answer_to_a_pull_before_a_leave_does_not_count():
+    run = FleetRun("one")
+    server = run.servers["one"]
+    run.tell("one", sequence=5)
+    (old,) = run.fleet.pulls(run.now)
+    run.fleet.deregister("one", server.incarnation)
+    run.fleet.register(server.info, run.now)
+    assert run.fleet.pulls(run.now)
+    assert not run.fleet.pull_page(old, server.incarnation, 5, [store(B)], run.now)
+    assert not run.fleet.end_pull(old, run.now)
+    assert not run.holders(B)
+
+
+def test_pages_of_two_positions_are_no_snapshot():
+    run = FleetRun("one")
+    run.tell("one", sequence=5)
+    (pull,) = run.fleet.pulls(run.now)
+    incarnation = run.servers["one"].incarnation
+    assert run.fleet.pull_page(pull, incarnation, 5, [store(A)], run.now)
+    assert not run.fleet.pull_page(pull, incarnation, 6, [store(B)], run.now)
+    assert not run.fleet.end_pull(pull, run.now)
+    assert run.reporting("one") == "resyncing"
+
+
 def test_kinds_of_the_future_are_skipped_and_counted():
     run = FleetRun("one")
     applied = run.tell(

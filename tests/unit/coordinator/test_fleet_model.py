@@ -118,6 +118,7 @@ class FleetMachine(RuleBasedStateMachine):
     def restart_coordinator(self, happens):
         if happens:
             self.run.fleet = Fleet(self.config)
+            self.answers = []
 
     @rule(seconds=st.sampled_from([0.5, 2.0, 2.0, 2.0, 4.0, 31.0]))
     def wait(self, seconds):
@@ -265,7 +266,7 @@ class Walk:
             lambda: machine.send(name, arrives=False): 15,
             lambda: machine.lose(name, told=number % 2 == 0): 5,
             lambda: machine.arrive(number, first=number % 8 > 0) if machine.wire else None: 20,
-            lambda: self.all_arrive(): 8,
+            self.all_arrive: 8,
             lambda: machine.arrive_again(number) if machine.sent else None: 3,
             lambda: machine.beat(name): 3,
             lambda: machine.wait(2.0): 6,
