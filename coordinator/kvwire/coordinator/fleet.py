@@ -43,7 +43,10 @@ class Batch(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    """Times in seconds. `keep_l2`: how long what a lost server has in L2 is listed. `blend_bytes` 0: off."""
+    """Times in seconds. `keep_l2`: how long what a lost server has in L2 is listed. `blend_bytes` 0: off.
+
+    `max_kept_events` are applied again at once when a snapshot's position is known: more would delay others.
+    """
 
     expires_after: float = 30.0
     silent_after: float = 3.0
@@ -51,8 +54,8 @@ class FleetConfig:
     repeat_silent: float = 15.0
     keep_l2: float = 86_400.0
     max_keys: int = 65_536
-    max_kept_events: int = 1_000_000
-    max_deleted_while_loading: int = 1_000_000
+    max_kept_events: int = 100_000
+    max_deleted_while_loading: int = 200_000
     blend_bytes: int = 0
 
 
@@ -151,9 +154,7 @@ class Fleet:
         """What time alone brings about. To be called about every second."""
         for server_id in self.members.expire(now):
             self._leave(server_id)
-            self.directory.fence(server_id, (Tier.L1,))
-            self.directory.holdings(server_id).reachable = False
-            self._lost_at[server_id] = now
+            self._lose(server_id, now)
         for server_id in [name for name, at in self._lost_at.items() if now - at > self.config.keep_l2]:
             del self._lost_at[server_id]
             self.directory.forget(server_id)
@@ -326,6 +327,15 @@ class Fleet:
         self._watched.pop(server_id, None)
         self.directory.abandon_snapshot(self.directory.holdings(server_id))
         self._apply_terms()
+
+    def _lose(self, server_id: str, now: float) -> None:
+        holdings = self.directory.holdings(server_id)
+        holdings.reachable = False
+        self.directory.fence(server_id, (Tier.L1,))
+        if holdings.placements:
+            self._lost_at[server_id] = now
+        else:
+            self.directory.forget(server_id)
 
     def _watch(self, server_id: str, watched: _Watched, now: float) -> None:
         feed, arrivals = self._feed(server_id), watched.arrivals

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import tracemalloc
+
 from kvwire.coordinator.directory import KeyDirectory
 from kvwire.coordinator.messages import HoldingStats
 from support.fleet_model import L1, L2, chunk
@@ -106,3 +108,18 @@ def test_clear_of_one_store_leaves_the_others_of_its_tier():
         HoldingStats("a", L1, "memory", 2, 20),
         HoldingStats("a", L2, "s3", 1, 2),
     ]
+
+
+def test_a_key_with_one_placement_takes_at_most_300_bytes():
+    directory = KeyDirectory()
+    holdings = directory.holdings("a")
+    count = 60_000
+    tracemalloc.start()
+    try:
+        for number in range(count):
+            directory.store(holdings, L1, "memory", chunk(number), 1 << 20, float(number))
+        used, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used < 300 * count
+    assert peak < 300 * count

@@ -6,13 +6,14 @@ import pytest
 
 from kvwire.coordinator.fleet import Fleet, FleetConfig
 from kvwire.coordinator.messages import Admission
-from kvwire.errors import InvalidArgument, ServerNotRegistered, TooManyItems
+from kvwire.errors import ChunkSizeNotNegotiated, InvalidArgument, ServerNotRegistered, TooManyItems
 from kvwire.keys import Namespace, chunk_keys, root
 from support.fleet_model import (
     L1,
     L2,
     FakeBatch,
     FakeEvent,
+    FakeServer,
     FleetRun,
     access,
     chunk,
@@ -161,9 +162,54 @@ def test_bl44_content_of_other_namespaces_is_never_matched():
     assert run.fleet.match_blend(spaces[0], tokens) == []
 
 
-def test_bl43_an_index_without_a_match_answers_with_nothing():
+def test_blend_lookup_without_a_match_or_without_an_index_answers_with_nothing():
     run = FleetRun("one", config=FleetConfig(blend_bytes=1 << 20))
     assert run.fleet.match_blend(Namespace("A"), bytes(64)) == []
+    assert FleetRun("one").fleet.match_blend(Namespace("A"), bytes(64)) == []
+
+
+def test_bl43_each_position_has_one_candidate_whoever_holds_it():
+    run = FleetRun("one", "two", config=FleetConfig(blend_bytes=1 << 20))
+    tokens, space = bytes(range(16)), Namespace("A")
+    (key,) = chunk_keys(root(space, 4), tokens, 4)
+    for name in ("one", "two", "one"):
+        run.tell(name, store(key, tokens=tokens, namespace_root=root(space, 4)))
+    ((hit, placements),) = run.fleet.match_blend(space, tokens)
+    assert hit.key == key
+    assert {placement.server_id for placement in placements} == {"one", "two"}
+
+
+def test_who_does_not_fit_the_fleet_is_shown_and_kept_apart():
+    run = FleetRun("one", config=FleetConfig(blend_bytes=1 << 20))
+    run.servers["odd"] = odd = FakeServer("odd", chunk_size=8)
+    run.join(odd)
+    run.tell("odd", store(A, tokens=bytes(16), namespace_root=b"r" * 32))
+    assert "chunk size is 8" in run.fleet.view("odd", run.now).sharing_problem
+    assert (run.fleet.view("odd", run.now).placements, run.holders(A)) == (1, {("odd", L1)})
+    assert run.fleet.locate([A]).combined == 0
+    assert A not in run.fleet.blend
+    run.fleet.deregister("one", run.servers["one"].incarnation)
+    assert run.fleet.view("odd", run.now).sharing_problem == ""
+    assert run.fleet.locate([A]).prefixes == (("odd", 1),)
+
+
+def test_tokens_need_a_chunk_size_in_the_fleet():
+    run = FleetRun()
+    with pytest.raises(ChunkSizeNotNegotiated):
+        run.fleet.keys_of(Namespace("A"), bytes(64))
+    run.servers["one"] = one = FakeServer("one")
+    run.join(one)
+    assert run.fleet.keys_of(Namespace("A"), bytes(64)) == chunk_keys(root(Namespace("A"), 4), bytes(64), 4)
+
+
+def test_a_lost_server_without_l2_is_forgotten_at_once():
+    run = FleetRun("one")
+    run.tell("one", store(A))
+    run.now += 31
+    run.fleet.tick(run.now)
+    assert run.fleet.directory.servers() == []
+    assert run.fleet.views(run.now) == []
+    assert list(run.fleet.take_changes().left) == ["one"]
 
 
 def test_a_restart_fences_l1_and_keeps_l2():
