@@ -9,6 +9,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from pathlib import Path
 
 import numpy as np
@@ -104,3 +106,33 @@ def test_bl70_a_peer_that_never_answers_fails_within_the_time_limit():
             mute.send_signal(signal.SIGKILL)
             engine.close()
             other.close()
+
+
+def test_two_servers_whose_messages_meet_in_one_process(short_tmp):
+    """They count their leases and probes alike; what one sends is never taken for what the other sends."""
+    with ExitStack() as stack:
+        sides = []
+        for name in ("a", "b"):
+            folder = short_tmp / name
+            folder.mkdir()
+            server = stack.enter_context(server_process(folder, "--chunk-size=64", "--l1-size=32MiB"))
+            random = np.random.default_rng(ord(name))
+            kv = [random.integers(0, 255, (32, 64 << 10), dtype=np.uint8)]
+            client = stack.enter_context(Client(server.address))
+            cache = client.register_kv_caches(kv, model="m", block_size=16, data_path="ucx")
+            stack.callback(cache.close)
+            with cache.session(range(256)) as session:
+                assert session.store(range(16)).ok
+            sides.append((cache, kv[0]))
+
+        def retrieve(side):
+            cache, layer = side
+            for _ in range(40):
+                layer[16:] = 0
+                with cache.session(range(256)) as session:
+                    assert session.retrieve(range(16, 32)).ok
+                assert (layer[16:] == layer[:16]).all()
+            return True
+
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(retrieve, sides))
