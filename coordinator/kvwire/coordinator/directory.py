@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -238,7 +239,8 @@ class KeyDirectory:
         """Keys in order, behind `after`. A key that comes or goes meanwhile moves no other one."""
         found: list[tuple[bytes, tuple[Placement, ...]]] = []
         for number in range(after[0] if after else 0, SHARDS):
-            for key in sorted(key for key in self._table.shards[number] if key > after):
+            ordered = sorted(self._table.shards[number])
+            for key in ordered[bisect_right(ordered, after) :]:
                 placements = self.placements(key)
                 if placements:
                     found.append((key, placements))
