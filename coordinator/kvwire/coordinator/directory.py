@@ -321,8 +321,11 @@ class KeyDirectory:
         table.times[row] = now
 
     def _remove(self, row: int) -> None:
-        key = self._table.keys[row]
-        if self._table.remove(row) and self._on_dropped is not None and key is not None:
+        if self._on_dropped is None:
+            self._table.remove(row)
+            return
+        key = self._table.key(row)
+        if self._table.remove(row):
             self._on_dropped(key)
 
     def _new_generation(self, holdings: Holdings) -> None:

@@ -1,4 +1,5 @@
-"""Placements as rows of typed columns: of each, only the key and its row number are Python objects.
+"""Placements as rows of typed columns: of each key, only itself and its row number are Python objects, in a
+dictionary that the garbage collector does not look into. (It would walk a list of millions while all wait.)
 
 A row belongs to the chain of its key (`following`) and to the list of its slot (`before`, `after`), which is
 the reverse index. Row 0 does not exist and stands for none. The keys are spread over many small dictionaries,
@@ -14,10 +15,13 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 SHARDS: Final = 256
+KEY_BYTES: Final = 32
+
+_NO_SLOT: Final = 2**32 - 1
 
 
 class PlacementTable:
-    """Keys have at least one byte and are spread by the first one. Slots are small numbers from 0 on."""
+    """Keys have 32 bytes and are spread by the first one. Slots are small numbers from 0 on."""
 
     __slots__ = (
         "_free",
@@ -36,8 +40,8 @@ class PlacementTable:
 
     def __init__(self) -> None:
         self.shards: list[dict[bytes, int]] = [{} for _ in range(SHARDS)]
-        self.keys: list[bytes | None] = [None]
-        self.slots = array("I", [0])
+        self.keys = bytearray(KEY_BYTES)
+        self.slots = array("I", [_NO_SLOT])
         self.sizes = array("Q", [0])
         self.times = array("d", [0.0])
         self.uses = array("I", [0])
@@ -48,6 +52,9 @@ class PlacementTable:
         self.key_count = 0
         self._free = 0
 
+    def key(self, row: int) -> bytes:
+        return bytes(self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES])
+
     def first(self, key: bytes) -> int:
         return self.shards[key[0]].get(key, 0)
 
@@ -57,7 +64,7 @@ class PlacementTable:
         head = self.heads[slot]
         if row:
             self._free = self.following[row]
-            self.keys[row] = key
+            self.keys[row * KEY_BYTES : (row + 1) * KEY_BYTES] = key
             self.slots[row] = slot
             self.sizes[row] = size
             self.times[row] = now
@@ -65,8 +72,8 @@ class PlacementTable:
             self.before[row] = 0
             self.after[row] = head
         else:
-            row = len(self.keys)
-            self.keys.append(key)
+            row = len(self.slots)
+            self.keys += key
             self.slots.append(slot)
             self.sizes.append(size)
             self.times.append(now)
@@ -81,7 +88,6 @@ class PlacementTable:
             # Behind the first one: the row number in the dictionary stays.
             self.following[row] = self.following[first]
             self.following[first] = row
-            self.keys[row] = self.keys[first]
         else:
             self.following[row] = 0
             self.shards[key[0]][key] = row
@@ -90,12 +96,11 @@ class PlacementTable:
 
     def remove(self, row: int) -> bool:
         """Free a row; True when it was the last one of its key."""
-        key = self.keys[row]
-        if key is None:
+        if self.slots[row] == _NO_SLOT:
             raise ValueError(f"row {row} is free")
         self._unlink(row)
-        gone = self._unchain(key, row)
-        self.keys[row] = None
+        gone = self._unchain(self.key(row), row)
+        self.slots[row] = _NO_SLOT
         self.following[row] = self._free
         self._free = row
         return gone
@@ -159,7 +164,7 @@ class PlacementTable:
         _require(len(listed) == len(set(listed)), "a row is listed twice")
         _require(set(listed) == chained, "chains and lists differ")
         _require(not chained & free, "a free row is in use")
-        _require(len(chained) + len(free) + 1 == len(self.keys), "a row is lost")
+        _require(len(chained) + len(free) + 1 == len(self.slots), "a row is lost")
         for slot in range(len(self.heads)):
             before = 0
             for row in self.rows_of(slot):
@@ -175,7 +180,7 @@ class PlacementTable:
             for key in shard:
                 _require(key[0] == number, "a key is in the wrong shard")
                 for row in self.chain(key):
-                    _require(self.keys[row] == key, f"row {row} is in the chain of another key")
+                    _require(self.key(row) == key, f"row {row} is in the chain of another key")
                     _require(row not in chained, f"row {row} is in two chains")
                     chained.add(row)
         _require(total == self.key_count, "the number of keys is wrong")
@@ -186,7 +191,7 @@ class PlacementTable:
         row = self._free
         while row:
             _require(row not in free, "the free list is a circle")
-            _require(self.keys[row] is None, f"row {row} is free and has a key")
+            _require(self.slots[row] == _NO_SLOT, f"row {row} is free and has a slot")
             free.add(row)
             row = self.following[row]
         return free

@@ -86,7 +86,7 @@ def test_rows_and_slots_are_used_again():
         for key in KEYS:
             directory.store(directory.holdings("a"), L1, "memory", key, 10, 5.0)
     directory.check_integrity()
-    assert len(directory._table.keys) == 11
+    assert len(directory._table.slots) == 11
     assert len(directory._slots) == 1
 
 

@@ -8,6 +8,7 @@ from support.fleet_model import (
     L1,
     L2,
     FleetRun,
+    access,
     chunk,
     clear,
     delete,
@@ -181,3 +182,14 @@ def test_a_member_that_lags_is_not_silent_while_batches_arrive():
         run.tell("one", store(A))
         run.fleet.tick(run.now)
         assert run.reporting("one") == "lagging"
+
+
+def test_what_is_applied_again_on_top_of_a_snapshot_counts_uses_once():
+    run = FleetRun("one")
+    run.tell("one", store(A), sequence=5)
+    (pull,) = run.fleet.pulls(run.now)
+    run.tell("one", store(B), access(A, 3))
+    assert run.fleet.pull_page(pull, run.servers["one"].incarnation, 5, [store(A)], run.now)
+    assert run.fleet.end_pull(pull, run.now)
+    assert run.holders(B)
+    assert [placement.uses for placement in run.fleet.directory.placements(A)] == [3]
