@@ -69,7 +69,7 @@ class KeyDirectory:
     `sweep` frees them afterwards, slice by slice. `on_dropped` is told the keys that have no placement left.
     """
 
-    def __init__(self, on_dropped: Callable[[bytes], None] | None = None) -> None:
+    def __init__(self, on_dropped: Callable[[bytes], object] | None = None) -> None:
         self._table = PlacementTable()
         self._slots: list[_Slot] = []
         self._free_slots: list[int] = []
@@ -78,7 +78,7 @@ class KeyDirectory:
         self._count = 0
         self._size = 0
         self._unswept = 0
-        self._on_dropped = on_dropped
+        self.on_dropped = on_dropped
 
     # Servers.
 
@@ -321,12 +321,12 @@ class KeyDirectory:
         table.times[row] = now
 
     def _remove(self, row: int) -> None:
-        if self._on_dropped is None:
+        if self.on_dropped is None:
             self._table.remove(row)
             return
         key = self._table.key(row)
         if self._table.remove(row):
-            self._on_dropped(key)
+            self.on_dropped(key)
 
     def _new_generation(self, holdings: Holdings) -> None:
         holdings.generation += 1

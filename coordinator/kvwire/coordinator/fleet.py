@@ -110,7 +110,7 @@ class Fleet:
         incarnations = Incarnations()
         self.members = Members(incarnations, self.config.expires_after)
         self.gate = EventGate(incarnations, self.config.max_kept_events)
-        self.directory = KeyDirectory(self._dropped)
+        self.directory = KeyDirectory()
         self.blend: BlendIndex | None = None
         self._plain = Applier(self.directory)
         self._applier = self._plain
@@ -374,6 +374,7 @@ class Fleet:
         if self.config.blend_bytes and size and (self.blend is None or self.blend.chunk_size != size):
             self.blend = BlendIndex(size, self.config.blend_bytes)
             self._applier = Applier(self.directory, self.blend)
+            self.directory.on_dropped = self.blend.remove
 
     def _require_chunk_size(self) -> int:
         if not self.members.chunk_size:
@@ -381,7 +382,3 @@ class Fleet:
                 "No member of the fleet has a chunk size yet: ask by keys, or later."
             )
         return self.members.chunk_size
-
-    def _dropped(self, key: bytes) -> None:
-        if self.blend is not None:
-            self.blend.remove(key)
