@@ -26,8 +26,8 @@ demo: setup ## one engine stores, a fresh one finds it; DEMO_ARGS="--path shm|uc
 	$(BIN)/kvwire demo $(DEMO_ARGS)
 
 .PHONY: test
-test: setup check-proto ## every test, vLLM included; PYTEST_ARGS="-m 'not e2e'" leaves vLLM out
-	$(BIN)/python -m pytest --durations=15 $(PYTEST_ARGS)
+test: setup check-proto ## the tests, vLLM included; PYTEST_ARGS="-m 'not e2e'" leaves vLLM out
+	$(BIN)/python -m pytest -m "not long" --durations=15 $(PYTEST_ARGS)
 
 .PHONY: e2e
 e2e: setup ## real vLLM on a CPU: same text with kvwire and without, hits, restarts, faults; PYTEST_ARGS="-k openai"

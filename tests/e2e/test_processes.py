@@ -156,6 +156,9 @@ def test_a_tensor_parallel_engine_keeps_a_shard_per_rank(server, baseline, proce
     assert server.status().memory.used_bytes > 0
     following = process("llama", transfer_config(server.address), **options)
     following.start()
-    for cached in ([0, 0, 0, 0], FOUND):
-        assert following.run(*prompts) == {"tokens": right, "cached": cached}
+    found = following.run(*prompts)
+    # Prompts of one chunk may have been stored by both ranks before.
+    assert found["tokens"] == right
+    assert found["cached"][:2] == [0, 0]
+    assert following.run(*prompts) == {"tokens": right, "cached": FOUND}
     assert sorted(each.kv_rank for each in server.status().registrations) == [0, 0, 1]

@@ -295,6 +295,7 @@ def test_lazy_stores_keep_states_with_their_chunks(server):
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(300)
 def test_each_rank_keeps_its_part_of_a_state(server):
     """Tensor parallel: heads of the state are spread over two workers. The text is that of the same engine
