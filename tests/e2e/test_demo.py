@@ -11,7 +11,9 @@ import pytest
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900), pytest.mark.leakcheck("shm", "fds")]
 
 
-@pytest.mark.parametrize("path", ["shm", "ucx", pytest.param("inline", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "path", ["shm", *(pytest.param(path, marks=pytest.mark.long) for path in ("ucx", "inline"))]
+)
 def test_the_demo_holds(path):
     if path == "ucx":
         pytest.importorskip("ucxx")

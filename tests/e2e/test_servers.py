@@ -105,6 +105,7 @@ def test_a_server_that_the_engine_starts_stays_for_the_next_engine(short_tmp, ba
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_an_engine_of_several_processes_starts_one_server_for_each_address(short_tmp, baseline):
     """Scheduler and workers come at the same time, and end without taking the servers with them."""
     right = [list(tokens) for tokens in baseline("llama", *PROMPTS)]
