@@ -73,13 +73,16 @@ class LivePath:
             return self._end.read(ticket, drain, deadline)
 
     def mark(self) -> Mark:
-        return self._end.mark()
+        with self._watched():
+            return self._end.mark()
 
     def publish(self, ticket: Ticket, mark: Mark) -> bool:
-        return self._end.publish(ticket, mark)
+        with self._watched():
+            return self._end.publish(ticket, mark)
 
     def proves(self, ticket: Ticket, mark: Mark) -> bool:
-        return self._end.proves(ticket, mark)
+        with self._watched():
+            return self._end.proves(ticket, mark)
 
     @contextmanager
     def _watched(self) -> Iterator[None]:
