@@ -33,8 +33,10 @@ for portion in sys.argv[1:]:
         try:
             importlib.import_module(name)
             imported += 1
-        except ModuleNotFoundError as missing:
-            if (missing.name or "").split(".")[0] not in OPTIONAL:
+        except Exception as error:
+            # What says it in words of its own (the connector, of vLLM) has the missing module as its cause.
+            missing = error if isinstance(error, ModuleNotFoundError) else error.__cause__
+            if not isinstance(missing, ModuleNotFoundError) or missing.name.split(".")[0] not in OPTIONAL:
                 raise
             without.append(f"{name} (needs {missing.name})")
 print(f"imported {len(sys.argv) - 1} portions and {imported} modules")
