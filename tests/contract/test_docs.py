@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from kvwire.keys.namespace import MAX_FIELD_BYTES
-from kvwire.server import guard, limits
+from kvwire.server import limits
 from kvwire.server.config import ServerConfig
 from kvwire.server.dataplane.inline import PIECE_BYTES
 from kvwire.server.layout import MAX_GROUPS
@@ -119,4 +119,4 @@ def test_pieces_of_the_inline_path():
 def test_the_calls_that_are_never_refused_for_load():
     told = section("Limits").partition("`Ping`")
     named = set(re.findall(r"`(\w+)`", "`Ping`" + told[2].partition("are never")[0]))
-    assert named == guard.UNLIMITED
+    assert named == limits.UNLIMITED

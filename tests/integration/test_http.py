@@ -6,7 +6,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 
 from kvwire.errors import ConfigError
-from kvwire.server import http
+from kvwire.serving import http
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.leakcheck("fds", "tasks")]
 

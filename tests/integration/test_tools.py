@@ -38,6 +38,7 @@ REFUSED = {
 STREAMS = {"SubscribeKvEvents"}
 """It stays open until it is cut off, as is seen elsewhere."""
 NOT_SERVED = {
+    "kvwire.v1.CacheService/MatchBlend",
     *(f"kvwire.v1.PeerService/{name}" for name in SERVICES["kvwire.v1.PeerService"].methods_by_name),
     *(
         f"kvwire.v1.AdminService/{name}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvwire.coordinator.blend import BlendChunk, BlendIndex
+from kvwire.blend import BlendChunk, BlendIndex
 from kvwire.coordinator.messages import Tier
 
 if TYPE_CHECKING:

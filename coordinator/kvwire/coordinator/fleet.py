@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, Protocol
 
+from kvwire.blend import BlendHit, BlendIndex
 from kvwire.coordinator.apply import Applied, Applier, Event
-from kvwire.coordinator.blend import BlendHit, BlendIndex
 from kvwire.coordinator.directory import KeyDirectory
 from kvwire.coordinator.gate import EventGate, FeedState, GateStats
 from kvwire.coordinator.incarnations import Incarnations

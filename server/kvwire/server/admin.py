@@ -10,7 +10,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvwire.errors import InvalidArgument
 from kvwire.server import convert
 from kvwire.server.unserved import not_served
-from kvwire.server.version import server_version
+from kvwire.serving.version import server_version
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, error_reason_pb2, event_pb2, layout_pb2, namespace_pb2
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
-from kvwire.server import listen
 from kvwire.server.admin import AdminService
 from kvwire.server.arena import BackedAllocator, grow_ahead, make_arena
 from kvwire.server.binding import Binder, ChunkSizeBinding
@@ -19,18 +18,21 @@ from kvwire.server.core import Core
 from kvwire.server.dataplane.paths import make_plane
 from kvwire.server.engine import CacheEngine
 from kvwire.server.eventlog import EventLog, StoreEvents
-from kvwire.server.guard import BearerAuth, Guard
-from kvwire.server.http import HttpServer, server_routes
 from kvwire.server.leases import MAX_LEASE_ID
-from kvwire.server.metrics import RpcMetrics, ServerState, server_registry
-from kvwire.server.reflection import add_reflection
+from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
+from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
 from kvwire.server.state import EngineConfig
 from kvwire.server.store import L1Store, make_policy
-from kvwire.server.supervisor import Supervisor, every
 from kvwire.server.unserved import PeerService
-from kvwire.server.version import server_version
+from kvwire.serving import listen
+from kvwire.serving.guard import BearerAuth, Guard
+from kvwire.serving.http import HttpServer, server_routes
+from kvwire.serving.metrics import RpcMetrics
+from kvwire.serving.reflection import add_reflection
+from kvwire.serving.supervisor import Supervisor, every
+from kvwire.serving.version import server_version
 from kvwire.telemetry import tracing
 from kvwire.transfer.hosts import host_id
 from kvwire.v1 import admin_service_pb2_grpc, cache_service_pb2_grpc, peer_service_pb2_grpc
@@ -41,9 +43,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvwire.server")
 
 SERVICES: Final = ("kvwire.v1.CacheService", "kvwire.v1.AdminService", "kvwire.v1.PeerService")
-KEEPALIVE_MS: Final = 5_000
-ANSWER_MS: Final = 10_000
-"""For a client's gRPC to answer a ping; one that hangs longer has lost its connection."""
 
 
 class CacheServer:
@@ -56,7 +55,7 @@ class CacheServer:
         self._token = listen.bearer_token(config)
         self.core = _make_core(config, self._on_task_death)
         self._health = health.aio.HealthServicer()
-        self._rpcs = RpcMetrics()
+        self._rpcs = RpcMetrics(OPEN_STREAMS)
         self.core.guard.observe = self._rpcs
         self._http = HttpServer(server_routes(self._registry(), self._problem))
         self.http_address = ""
@@ -111,7 +110,7 @@ class CacheServer:
             interceptors += active.server_interceptors()
         if self._token:
             interceptors.append(BearerAuth(self._token))
-        server = grpc.aio.server(interceptors=interceptors, options=_options(config))
+        server = grpc.aio.server(interceptors=interceptors, options=listen.grpc_options(config.max_message))
         core.guard.add(server, cache_service_pb2_grpc.add_CacheServiceServicer_to_server, CacheService(core))
         core.guard.add(server, admin_service_pb2_grpc.add_AdminServiceServicer_to_server, AdminService(core))
         core.guard.add(server, peer_service_pb2_grpc.add_PeerServiceServicer_to_server, PeerService())
@@ -179,7 +178,7 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         plane=make_plane(config, arena, host_id()),
         incarnation=incarnation,
         events=events,
-        guard=Guard(config.max_in_flight),
+        guard=Guard(config.max_in_flight, UNLIMITED, OPEN_WHILE_DRAINING),
         supervisor=Supervisor(on_task_death),
         sealer=Sealer(arena.view, engine.set_checksum),
         server_id=config.server_id or socket.gethostname(),
@@ -197,20 +196,3 @@ def _engine_config(config: ServerConfig) -> EngineConfig:
         max_registrations=config.max_registrations,
         first_lease=1 + secrets.randbelow(MAX_LEASE_ID),
     )
-
-
-def _options(config: ServerConfig) -> list[tuple[str, Any]]:
-    return [
-        ("grpc.max_receive_message_length", config.max_message),
-        ("grpc.max_send_message_length", config.max_message),
-        # A port in use is an error, never shared with another server.
-        ("grpc.so_reuseport", 0),
-        # A peer that vanished without closing is noticed, and its Attach stream ends.
-        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
-        ("grpc.keepalive_timeout_ms", ANSWER_MS),
-        # gRPC measures bandwidth with pings of its own: one without an answer would hold keepalive up for a
-        # minute.
-        ("grpc.http2.ping_timeout_ms", ANSWER_MS),
-        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
-        ("grpc.keepalive_permit_without_calls", 1),
-    ]

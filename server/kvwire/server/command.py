@@ -12,8 +12,8 @@ from kvwire.cli import units
 from kvwire.cli.flags import settings_command
 from kvwire.server.config import ServerConfig
 from kvwire.server.idle import IdleWatch
-from kvwire.server.supervisor import every
-from kvwire.server.version import server_version
+from kvwire.serving.supervisor import every
+from kvwire.serving.version import server_version
 from kvwire.telemetry.logging import setup_logging
 from kvwire.telemetry.tracing import setup_tracing
 

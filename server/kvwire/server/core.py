@@ -18,11 +18,11 @@ if TYPE_CHECKING:
     from kvwire.server.dataplane import DataPlane
     from kvwire.server.engine import CacheEngine
     from kvwire.server.eventlog import EventLog
-    from kvwire.server.guard import Guard
     from kvwire.server.messages import EndedLease
     from kvwire.server.sealing import Sealer
     from kvwire.server.store import ObjectRef
-    from kvwire.server.supervisor import Supervisor
+    from kvwire.serving.guard import Guard
+    from kvwire.serving.supervisor import Supervisor
 
 log = logging.getLogger("kvwire.server")
 

@@ -18,6 +18,21 @@ MAX_EXTRA_DEPTH: Final = 16
 MAX_OFFERED: Final = 64
 """Protocol versions, digest functions or data paths that a client may list."""
 
+UNLIMITED: Final = frozenset(
+    {
+        "Ping",
+        "Attach",
+        "SubscribeKvEvents",
+        "ReleaseLookup",
+        "EndSession",
+        "EndRetrieve",
+        "AbortStore",
+        "GetStatus",
+    }
+)
+"""Calls that are never refused for load: life signs, open streams, and calls that give something back."""
+OPEN_WHILE_DRAINING: Final = frozenset({"CommitStore", "UnregisterKvCache", "WriteChunks", "ReadChunks"})
+
 _Item: TypeAlias = cache.StoreItem | cache.RetrieveItem
 
 

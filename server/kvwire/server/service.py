@@ -12,7 +12,8 @@ from kvwire.server.dataplane import PathOffer, ShmGrant, UcxGrant
 from kvwire.server.limits import MAX_OFFERED, check_batch, check_count
 from kvwire.server.streams import Streams
 from kvwire.server.transfers import Transfers
-from kvwire.server.version import PROTOCOL_VERSIONS, server_version
+from kvwire.server.unserved import not_served
+from kvwire.serving.version import PROTOCOL_VERSIONS, server_version
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import cache_service_pb2_grpc, namespace_pb2, transfer_pb2
 
@@ -175,6 +176,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
 
     async def EndRetrieve(self, request: cache.EndRetrieveRequest, context: Any) -> cache.EndRetrieveResponse:
         return await self._transfers.end_retrieve(request)
+
+    MatchBlend: Any = not_served("MatchBlend")
 
     async def WriteChunks(
         self, request_iterator: AsyncIterator[cache.WriteChunksRequest], context: Any

@@ -5,8 +5,8 @@ from hashlib import sha256
 
 import pytest
 
-from kvwire.coordinator.blend import ENTRY_BYTES, BlendChunk, BlendHit, BlendIndex
-from kvwire.coordinator.rolling import RollingHash
+from kvwire.blend.index import ENTRY_BYTES, BlendChunk, BlendHit, BlendIndex
+from kvwire.blend.rolling import RollingHash
 from kvwire.errors import TokensInvalid
 from kvwire.keys import chunk_keys, pack_tokens
 

@@ -12,8 +12,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvwire.server.messages import LeaseKind
-from kvwire.server.metrics import RpcMetrics, ServerState, server_registry
+from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.status import EngineCounters, EngineStatus, L1Status
+from kvwire.serving.metrics import RpcMetrics
 
 ROOT = Path(__file__).parents[3]
 GRAFANA = ROOT / "deploy" / "grafana"
@@ -34,7 +35,7 @@ def exported():
     engine = EngineStatus(
         256, L1Status("lru", 0, 0, 0, 0, 0, 0, 0, 0), {LeaseKind.READ: 0}, 0, 0, (), (), (), counters
     )
-    rpcs = RpcMetrics()
+    rpcs = RpcMetrics(OPEN_STREAMS)
     rpcs("Lookup", "OK", 0.1)
     registry = server_registry(rpcs, lambda: ServerState(engine), version="1", server_id="a")
     families = {}

@@ -5,8 +5,9 @@ from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvwire.server.messages import LeaseKind
-from kvwire.server.metrics import RpcMetrics, ServerState, server_registry
+from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.status import EngineCounters, EngineStatus, L1Status
+from kvwire.serving.metrics import RpcMetrics
 
 
 def engine_status(**counters):
@@ -27,7 +28,7 @@ def scrape(rpcs=None, **state):
     """{(name, labels as text): value} of everything that is exported."""
     state = {"engine": engine_status(), **state}
     registry = server_registry(
-        rpcs or RpcMetrics(), lambda: ServerState(**state), version="1.2.3", server_id="host-1"
+        rpcs or RpcMetrics(OPEN_STREAMS), lambda: ServerState(**state), version="1.2.3", server_id="host-1"
     )
     text = generate_latest(registry).decode()
     return {
@@ -38,7 +39,7 @@ def scrape(rpcs=None, **state):
 
 
 def test_rpcs_by_method_and_code():
-    rpcs = RpcMetrics()
+    rpcs = RpcMetrics(OPEN_STREAMS)
     for seconds in (0.0001, 0.0004, 0.02, 99.0):
         rpcs("Lookup", "OK", seconds)
     rpcs("Lookup", "NOT_FOUND", 0.3)
@@ -86,6 +87,6 @@ def test_state_of_the_engine():
 
 
 def test_a_state_that_cannot_be_read_yet_does_not_keep_a_server_from_starting():
-    registry = server_registry(RpcMetrics(), lambda: 1 / 0, version="1", server_id="a")
+    registry = server_registry(RpcMetrics(OPEN_STREAMS), lambda: 1 / 0, version="1", server_id="a")
     with pytest.raises(ZeroDivisionError):
         generate_latest(registry)

@@ -473,6 +473,8 @@ class GetStatusResponse(_message.Message):
     TASKS_FIELD_NUMBER: _builtins.int
     DRAINING_FIELD_NUMBER: _builtins.int
     REFUSED_FIELD_NUMBER: _builtins.int
+    COORDINATORS_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """server_version is the version of the program."""
     server_id: _builtins.str
@@ -529,6 +531,14 @@ class GetStatusResponse(_message.Message):
     def refused(self) -> _containers.RepeatedCompositeFieldContainer[Global___RefusedClient]:
         """refused lists clients that this server has turned away lately."""
 
+    @_builtins.property
+    def coordinators(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoordinatorLink]:
+        """coordinators lists the coordinators that this server is told to report to."""
+
+    @_builtins.property
+    def events(self) -> Global___JournalStatus:
+        """events tells of the journal of what happened here. Not set: nobody wants it."""
+
     def __init__(
         self,
         *,
@@ -548,14 +558,114 @@ class GetStatusResponse(_message.Message):
         tasks: _abc.Iterable[Global___TaskStatus] | None = ...,
         draining: _builtins.bool = ...,
         refused: _abc.Iterable[Global___RefusedClient] | None = ...,
+        coordinators: _abc.Iterable[Global___CoordinatorLink] | None = ...,
+        events: Global___JournalStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_size", b"chunk_size", "counters", b"counters", "header", b"header", "leases", b"leases", "memory", b"memory", "started_at", b"started_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_size", b"chunk_size", "counters", b"counters", "events", b"events", "header", b"header", "leases", b"leases", "memory", b"memory", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "chunk_size", b"chunk_size", "counters", b"counters", "data_paths", b"data_paths", "draining", b"draining", "header", b"header", "leases", b"leases", "memory", b"memory", "namespaces", b"namespaces", "refused", b"refused", "registrations", b"registrations", "server_id", b"server_id", "server_version", b"server_version", "sessions", b"sessions", "started_at", b"started_at", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "chunk_size", b"chunk_size", "coordinators", b"coordinators", "counters", b"counters", "data_paths", b"data_paths", "draining", b"draining", "events", b"events", "header", b"header", "leases", b"leases", "memory", b"memory", "namespaces", b"namespaces", "refused", b"refused", "registrations", b"registrations", "server_id", b"server_id", "server_version", b"server_version", "sessions", b"sessions", "started_at", b"started_at", "tasks", b"tasks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetStatusResponse: _TypeAlias = GetStatusResponse  # noqa: Y015
+
+@_typing.final
+class CoordinatorLink(_message.Message):
+    """CoordinatorLink is what this server knows of a coordinator. Being a member there
+    and having one's events arrive there are two facts.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    REGISTERED_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    SHARING_PROBLEM_FIELD_NUMBER: _builtins.int
+    HEARTBEAT_AGE_FIELD_NUMBER: _builtins.int
+    REPORTING_FIELD_NUMBER: _builtins.int
+    ACKNOWLEDGED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """address is where it is asked for."""
+    registered: _builtins.bool
+    """registered is true while this server is a member there."""
+    problem: _builtins.str
+    """problem says what went wrong last. Empty: nothing."""
+    sharing_problem: _builtins.str
+    """sharing_problem says why this server does not fit the fleet. Empty: it does."""
+    reporting: _builtins.bool
+    """reporting is true while events go there over gRPC."""
+    acknowledged_sequence: _builtins.int
+    """acknowledged_sequence is the last event batch that arrived there. 0: none."""
+    @_builtins.property
+    def heartbeat_age(self) -> _duration_pb2.Duration:
+        """heartbeat_age is the time since the last answer. Not set: there was none."""
+
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        registered: _builtins.bool = ...,
+        problem: _builtins.str = ...,
+        sharing_problem: _builtins.str = ...,
+        heartbeat_age: _duration_pb2.Duration | None = ...,
+        reporting: _builtins.bool = ...,
+        acknowledged_sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age", b"heartbeat_age"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["acknowledged_sequence", b"acknowledged_sequence", "address", b"address", "heartbeat_age", b"heartbeat_age", "problem", b"problem", "registered", b"registered", "reporting", b"reporting", "sharing_problem", b"sharing_problem"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CoordinatorLink: _TypeAlias = CoordinatorLink  # noqa: Y015
+
+@_typing.final
+class JournalStatus(_message.Message):
+    """JournalStatus tells of the events that have been written down and not yet been
+    acknowledged.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CLOSED_SEQUENCE_FIELD_NUMBER: _builtins.int
+    HELD_BATCHES_FIELD_NUMBER: _builtins.int
+    HELD_BYTES_FIELD_NUMBER: _builtins.int
+    DROPPED_BATCHES_FIELD_NUMBER: _builtins.int
+    KAFKA_TOPIC_FIELD_NUMBER: _builtins.int
+    KAFKA_SEQUENCE_FIELD_NUMBER: _builtins.int
+    KAFKA_PROBLEM_FIELD_NUMBER: _builtins.int
+    closed_sequence: _builtins.int
+    """closed_sequence is the last batch that was closed. 0: none."""
+    held_batches: _builtins.int
+    """held_batches is the number of batches that somebody has not acknowledged."""
+    held_bytes: _builtins.int
+    """held_bytes is their size in bytes."""
+    dropped_batches: _builtins.int
+    """dropped_batches counts batches dropped before everybody had them."""
+    kafka_topic: _builtins.str
+    """kafka_topic is where they go beside. Empty: not to Kafka."""
+    kafka_sequence: _builtins.int
+    """kafka_sequence is the last batch that Kafka has taken. 0: none."""
+    kafka_problem: _builtins.str
+    """kafka_problem says what went wrong last with Kafka. Empty: nothing."""
+    def __init__(
+        self,
+        *,
+        closed_sequence: _builtins.int = ...,
+        held_batches: _builtins.int = ...,
+        held_bytes: _builtins.int = ...,
+        dropped_batches: _builtins.int = ...,
+        kafka_topic: _builtins.str = ...,
+        kafka_sequence: _builtins.int = ...,
+        kafka_problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["closed_sequence", b"closed_sequence", "dropped_batches", b"dropped_batches", "held_batches", b"held_batches", "held_bytes", b"held_bytes", "kafka_problem", b"kafka_problem", "kafka_sequence", b"kafka_sequence", "kafka_topic", b"kafka_topic"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JournalStatus: _TypeAlias = JournalStatus  # noqa: Y015
 
 @_typing.final
 class ListSessionsRequest(_message.Message):

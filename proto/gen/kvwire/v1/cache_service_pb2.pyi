@@ -13,6 +13,7 @@ from kvwire.v1 import error_reason_pb2 as _error_reason_pb2
 from kvwire.v1 import event_pb2 as _event_pb2
 from kvwire.v1 import layout_pb2 as _layout_pb2
 from kvwire.v1 import namespace_pb2 as _namespace_pb2
+from kvwire.v1 import placement_pb2 as _placement_pb2
 from kvwire.v1 import transfer_pb2 as _transfer_pb2
 import builtins as _builtins
 import sys
@@ -100,6 +101,34 @@ LEASE_STATE_HELD: LeaseState.ValueType  # 1
 LEASE_STATE_LOST: LeaseState.ValueType  # 2
 """The lease ended before: the bytes must not be used."""
 Global___LeaseState: _TypeAlias = LeaseState  # noqa: Y015
+
+class _FleetAnswer:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FleetAnswerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FleetAnswer.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FLEET_ANSWER_UNSPECIFIED: _FleetAnswer.ValueType  # 0
+    """Not set. Never sent."""
+    FLEET_ANSWER_COMPLETE: _FleetAnswer.ValueType  # 1
+    """A coordinator answered in time."""
+    FLEET_ANSWER_NOT_ASKED: _FleetAnswer.ValueType  # 2
+    """The fleet was not asked: the request did not want it, or there is none."""
+    FLEET_ANSWER_NONE: _FleetAnswer.ValueType  # 3
+    """No coordinator answered in time, or all failed."""
+
+class FleetAnswer(_FleetAnswer, metaclass=_FleetAnswerEnumTypeWrapper):
+    """FleetAnswer tells what came of asking the fleet."""
+
+FLEET_ANSWER_UNSPECIFIED: FleetAnswer.ValueType  # 0
+"""Not set. Never sent."""
+FLEET_ANSWER_COMPLETE: FleetAnswer.ValueType  # 1
+"""A coordinator answered in time."""
+FLEET_ANSWER_NOT_ASKED: FleetAnswer.ValueType  # 2
+"""The fleet was not asked: the request did not want it, or there is none."""
+FLEET_ANSWER_NONE: FleetAnswer.ValueType  # 3
+"""No coordinator answered in time, or all failed."""
+Global___FleetAnswer: _TypeAlias = FleetAnswer  # noqa: Y015
 
 @_typing.final
 class ResponseHeader(_message.Message):
@@ -1830,3 +1859,76 @@ class SubscribeKvEventsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___SubscribeKvEventsResponse: _TypeAlias = SubscribeKvEventsResponse  # noqa: Y015
+
+@_typing.final
+class CacheServiceMatchBlendRequest(_message.Message):
+    """CacheServiceMatchBlendRequest names a prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAMESPACE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    FLEET_DEADLINE_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.bytes
+    """tokens holds the token ids, packed little-endian uint32."""
+    @_builtins.property
+    def namespace(self) -> _namespace_pb2.Namespace:
+        """namespace is the full namespace of the prompt."""
+
+    @_builtins.property
+    def fleet_deadline(self) -> _duration_pb2.Duration:
+        """fleet_deadline is how long to wait for a coordinator. 0: this server's own
+        matches only. At most the server's --blend-deadline.
+        """
+
+    def __init__(
+        self,
+        *,
+        namespace: _namespace_pb2.Namespace | None = ...,
+        tokens: _builtins.bytes = ...,
+        fleet_deadline: _duration_pb2.Duration | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["fleet_deadline", b"fleet_deadline", "namespace", b"namespace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet_deadline", b"fleet_deadline", "namespace", b"namespace", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheServiceMatchBlendRequest: _TypeAlias = CacheServiceMatchBlendRequest  # noqa: Y015
+
+@_typing.final
+class CacheServiceMatchBlendResponse(_message.Message):
+    """CacheServiceMatchBlendResponse lists the matches."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    HEADER_FIELD_NUMBER: _builtins.int
+    MATCHES_FIELD_NUMBER: _builtins.int
+    FLEET_FIELD_NUMBER: _builtins.int
+    fleet: Global___FleetAnswer.ValueType
+    """fleet tells whether the fleet's matches are among them."""
+    @_builtins.property
+    def header(self) -> Global___ResponseHeader:
+        """header is in every reply."""
+
+    @_builtins.property
+    def matches(self) -> _containers.RepeatedCompositeFieldContainer[_placement_pb2.BlendMatch]:
+        """matches are candidates, by prompt_position, this server's own before the
+        fleet's. Each was compared token by token. None of them may be reused without
+        validation.
+        """
+
+    def __init__(
+        self,
+        *,
+        header: Global___ResponseHeader | None = ...,
+        matches: _abc.Iterable[_placement_pb2.BlendMatch] | None = ...,
+        fleet: Global___FleetAnswer.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["header", b"header"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fleet", b"fleet", "header", b"header", "matches", b"matches"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CacheServiceMatchBlendResponse: _TypeAlias = CacheServiceMatchBlendResponse  # noqa: Y015

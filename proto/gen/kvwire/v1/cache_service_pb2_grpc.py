@@ -124,6 +124,11 @@ class CacheServiceStub(object):
                 request_serializer=kvwire_dot_v1_dot_cache__service__pb2.EndSessionRequest.SerializeToString,
                 response_deserializer=kvwire_dot_v1_dot_cache__service__pb2.EndSessionResponse.FromString,
                 _registered_method=True)
+        self.MatchBlend = channel.unary_unary(
+                '/kvwire.v1.CacheService/MatchBlend',
+                request_serializer=kvwire_dot_v1_dot_cache__service__pb2.CacheServiceMatchBlendRequest.SerializeToString,
+                response_deserializer=kvwire_dot_v1_dot_cache__service__pb2.CacheServiceMatchBlendResponse.FromString,
+                _registered_method=True)
         self.SubscribeKvEvents = channel.unary_stream(
                 '/kvwire.v1.CacheService/SubscribeKvEvents',
                 request_serializer=kvwire_dot_v1_dot_cache__service__pb2.SubscribeKvEventsRequest.SerializeToString,
@@ -364,6 +369,20 @@ class CacheServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def MatchBlend(self, request, context):
+        """MatchBlend finds cached chunks at any position of a prompt: this server's own at
+        once, and the fleet's as far as a coordinator answers in time. A match is not
+        permission to reuse: position-dependent KV is validated by whoever reuses it.
+
+        Errors:
+        UNIMPLEMENTED (NOT_SERVED): the server runs without --enable-blend-lookup.
+        FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no engine has settled it.
+        INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def SubscribeKvEvents(self, request, context):
         """SubscribeKvEvents streams what is stored and removed, for engines and
         routers that index it. The first message comes at once and tells where the
@@ -453,6 +472,11 @@ def add_CacheServiceServicer_to_server(servicer, server):
                     servicer.EndSession,
                     request_deserializer=kvwire_dot_v1_dot_cache__service__pb2.EndSessionRequest.FromString,
                     response_serializer=kvwire_dot_v1_dot_cache__service__pb2.EndSessionResponse.SerializeToString,
+            ),
+            'MatchBlend': grpc.unary_unary_rpc_method_handler(
+                    servicer.MatchBlend,
+                    request_deserializer=kvwire_dot_v1_dot_cache__service__pb2.CacheServiceMatchBlendRequest.FromString,
+                    response_serializer=kvwire_dot_v1_dot_cache__service__pb2.CacheServiceMatchBlendResponse.SerializeToString,
             ),
             'SubscribeKvEvents': grpc.unary_stream_rpc_method_handler(
                     servicer.SubscribeKvEvents,
@@ -880,6 +904,33 @@ class CacheService(object):
             '/kvwire.v1.CacheService/EndSession',
             kvwire_dot_v1_dot_cache__service__pb2.EndSessionRequest.SerializeToString,
             kvwire_dot_v1_dot_cache__service__pb2.EndSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def MatchBlend(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvwire.v1.CacheService/MatchBlend',
+            kvwire_dot_v1_dot_cache__service__pb2.CacheServiceMatchBlendRequest.SerializeToString,
+            kvwire_dot_v1_dot_cache__service__pb2.CacheServiceMatchBlendResponse.FromString,
             options,
             channel_credentials,
             insecure,

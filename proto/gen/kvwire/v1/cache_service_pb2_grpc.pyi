@@ -203,6 +203,16 @@ class CacheServiceStub:
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on items.
     """
+    MatchBlend: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.CacheServiceMatchBlendRequest, _cache_service_pb2.CacheServiceMatchBlendResponse]
+    """MatchBlend finds cached chunks at any position of a prompt: this server's own at
+    once, and the fleet's as far as a coordinator answers in time. A match is not
+    permission to reuse: position-dependent KV is validated by whoever reuses it.
+
+    Errors:
+      UNIMPLEMENTED (NOT_SERVED): the server runs without --enable-blend-lookup.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no engine has settled it.
+      INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
+    """
     SubscribeKvEvents: _grpc.UnaryStreamMultiCallable[_cache_service_pb2.SubscribeKvEventsRequest, _cache_service_pb2.SubscribeKvEventsResponse]
     """SubscribeKvEvents streams what is stored and removed, for engines and
     routers that index it. The first message comes at once and tells where the
@@ -386,6 +396,16 @@ class CacheServiceAsyncStub(CacheServiceStub):
     Errors:
       FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on items.
+    """
+    MatchBlend: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.CacheServiceMatchBlendRequest, _cache_service_pb2.CacheServiceMatchBlendResponse]  # type: ignore[assignment]
+    """MatchBlend finds cached chunks at any position of a prompt: this server's own at
+    once, and the fleet's as far as a coordinator answers in time. A match is not
+    permission to reuse: position-dependent KV is validated by whoever reuses it.
+
+    Errors:
+      UNIMPLEMENTED (NOT_SERVED): the server runs without --enable-blend-lookup.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no engine has settled it.
+      INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
     """
     SubscribeKvEvents: _aio.UnaryStreamMultiCallable[_cache_service_pb2.SubscribeKvEventsRequest, _cache_service_pb2.SubscribeKvEventsResponse]  # type: ignore[assignment]
     """SubscribeKvEvents streams what is stored and removed, for engines and
@@ -657,6 +677,22 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION (NOT_REGISTERED): the registration is unknown.
           RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on items.
+        """
+
+    @_abc_1.abstractmethod
+    def MatchBlend(
+        self,
+        request: _cache_service_pb2.CacheServiceMatchBlendRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_cache_service_pb2.CacheServiceMatchBlendResponse, _abc.Awaitable[_cache_service_pb2.CacheServiceMatchBlendResponse]]:
+        """MatchBlend finds cached chunks at any position of a prompt: this server's own at
+        once, and the fleet's as far as a coordinator answers in time. A match is not
+        permission to reuse: position-dependent KV is validated by whoever reuses it.
+
+        Errors:
+          UNIMPLEMENTED (NOT_SERVED): the server runs without --enable-blend-lookup.
+          FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no engine has settled it.
+          INVALID_ARGUMENT (TOKENS_INVALID, INVALID_FIELD): the field named.
         """
 
     @_abc_1.abstractmethod

@@ -11,6 +11,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from kvwire.v1 import event_pb2 as _event_pb2
 from kvwire.v1 import namespace_pb2 as _namespace_pb2
+from kvwire.v1 import placement_pb2 as _placement_pb2
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -176,6 +177,7 @@ class RegisterServerResponse(_message.Message):
     NEXT_SEQUENCE_FIELD_NUMBER: _builtins.int
     SHARING_FIELD_NUMBER: _builtins.int
     SHARING_PROBLEM_FIELD_NUMBER: _builtins.int
+    INTENT_REVISION_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """coordinator_incarnation is the 16-byte id of the coordinator's run."""
     next_sequence: _builtins.int
@@ -184,6 +186,10 @@ class RegisterServerResponse(_message.Message):
     """sharing is true when the server fits the fleet."""
     sharing_problem: _builtins.str
     """sharing_problem says why it does not. Empty: it does."""
+    intent_revision: _builtins.int
+    """intent_revision numbers the pins and quotas as they are now. 0: there never
+    were any.
+    """
     @_builtins.property
     def heartbeat_interval(self) -> _duration_pb2.Duration:
         """heartbeat_interval is how often to call Heartbeat."""
@@ -201,14 +207,49 @@ class RegisterServerResponse(_message.Message):
         next_sequence: _builtins.int = ...,
         sharing: _builtins.bool = ...,
         sharing_problem: _builtins.str = ...,
+        intent_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expires_after", b"expires_after", "heartbeat_interval", b"heartbeat_interval"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "expires_after", b"expires_after", "heartbeat_interval", b"heartbeat_interval", "next_sequence", b"next_sequence", "sharing", b"sharing", "sharing_problem", b"sharing_problem"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "expires_after", b"expires_after", "heartbeat_interval", b"heartbeat_interval", "intent_revision", b"intent_revision", "next_sequence", b"next_sequence", "sharing", b"sharing", "sharing_problem", b"sharing_problem"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RegisterServerResponse: _TypeAlias = RegisterServerResponse  # noqa: Y015
+
+@_typing.final
+class TierUsage(_message.Message):
+    """TierUsage is the fill of one store of a server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    tier: _event_pb2.StorageTier.ValueType
+    """tier is the tier of the store."""
+    backend: _builtins.str
+    """backend names the store within the tier."""
+    used_bytes: _builtins.int
+    """used_bytes is its fill in bytes."""
+    capacity_bytes: _builtins.int
+    """capacity_bytes is its size in bytes. 0: without a limit."""
+    def __init__(
+        self,
+        *,
+        tier: _event_pb2.StorageTier.ValueType = ...,
+        backend: _builtins.str = ...,
+        used_bytes: _builtins.int = ...,
+        capacity_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "capacity_bytes", b"capacity_bytes", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierUsage: _TypeAlias = TierUsage  # noqa: Y015
 
 @_typing.final
 class HeartbeatRequest(_message.Message):
@@ -220,6 +261,9 @@ class HeartbeatRequest(_message.Message):
     INCARNATION_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
     LAST_SEQUENCE_FIELD_NUMBER: _builtins.int
+    ASKED_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
     server_id: _builtins.str
     """server_id names the member."""
     incarnation: _builtins.bytes
@@ -230,6 +274,16 @@ class HeartbeatRequest(_message.Message):
     """last_sequence is the sequence of the last event batch that it has closed. 0:
     none yet.
     """
+    asked_tokens: _builtins.int
+    """asked_tokens counts the tokens that engines asked the server for since it
+    started, in whole chunks.
+    """
+    hit_tokens: _builtins.int
+    """hit_tokens counts those of them that it had."""
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
+        """tiers lists the fill of every store. Empty: the server tells used_bytes only."""
+
     def __init__(
         self,
         *,
@@ -237,10 +291,13 @@ class HeartbeatRequest(_message.Message):
         incarnation: _builtins.bytes = ...,
         used_bytes: _builtins.int = ...,
         last_sequence: _builtins.int = ...,
+        asked_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierUsage] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["incarnation", b"incarnation", "last_sequence", b"last_sequence", "server_id", b"server_id", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_tokens", b"asked_tokens", "hit_tokens", b"hit_tokens", "incarnation", b"incarnation", "last_sequence", b"last_sequence", "server_id", b"server_id", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -253,18 +310,24 @@ class HeartbeatResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
+    INTENT_REVISION_FIELD_NUMBER: _builtins.int
     coordinator_incarnation: _builtins.bytes
     """coordinator_incarnation is the 16-byte id of the coordinator's run. When it
     changes the member registers again.
+    """
+    intent_revision: _builtins.int
+    """intent_revision numbers the pins and quotas as they are now. 0: there never
+    were any.
     """
     def __init__(
         self,
         *,
         coordinator_incarnation: _builtins.bytes = ...,
+        intent_revision: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["coordinator_incarnation", b"coordinator_incarnation", "intent_revision", b"intent_revision"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -344,6 +407,11 @@ class Member(_message.Message):
     PLACEMENTS_FIELD_NUMBER: _builtins.int
     SHARING_FIELD_NUMBER: _builtins.int
     SHARING_PROBLEM_FIELD_NUMBER: _builtins.int
+    EVENT_LAG_FIELD_NUMBER: _builtins.int
+    ASKED_TOKENS_FIELD_NUMBER: _builtins.int
+    HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    CLOSED_SEQUENCE_FIELD_NUMBER: _builtins.int
     used_bytes: _builtins.int
     """used_bytes is the fill of its memory tier at the last heartbeat, in bytes."""
     reporting: Global___ReportingState.ValueType
@@ -356,6 +424,14 @@ class Member(_message.Message):
     """sharing is true when it fits the fleet."""
     sharing_problem: _builtins.str
     """sharing_problem says why it does not. Empty: it does."""
+    asked_tokens: _builtins.int
+    """asked_tokens is as in its last heartbeat."""
+    hit_tokens: _builtins.int
+    """hit_tokens is as in its last heartbeat."""
+    closed_sequence: _builtins.int
+    """closed_sequence is the last event batch that it has closed, by its last
+    heartbeat. 0: none.
+    """
     @_builtins.property
     def server(self) -> Global___ServerInfo:
         """server describes it."""
@@ -363,6 +439,16 @@ class Member(_message.Message):
     @_builtins.property
     def heartbeat_age(self) -> _duration_pb2.Duration:
         """heartbeat_age is the time since its last life sign."""
+
+    @_builtins.property
+    def event_lag(self) -> _duration_pb2.Duration:
+        """event_lag is how old its last batch was when it arrived, by the two wall
+        clocks. Not set: none arrived yet.
+        """
+
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierUsage]:
+        """tiers is as in its last heartbeat."""
 
     def __init__(
         self,
@@ -375,10 +461,15 @@ class Member(_message.Message):
         placements: _builtins.int = ...,
         sharing: _builtins.bool = ...,
         sharing_problem: _builtins.str = ...,
+        event_lag: _duration_pb2.Duration | None = ...,
+        asked_tokens: _builtins.int = ...,
+        hit_tokens: _builtins.int = ...,
+        tiers: _abc.Iterable[Global___TierUsage] | None = ...,
+        closed_sequence: _builtins.int = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["heartbeat_age", b"heartbeat_age", "server", b"server"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["event_lag", b"event_lag", "heartbeat_age", b"heartbeat_age", "server", b"server"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "heartbeat_age", b"heartbeat_age", "placements", b"placements", "reporting", b"reporting", "server", b"server", "sharing", b"sharing", "sharing_problem", b"sharing_problem", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["applied_sequence", b"applied_sequence", "asked_tokens", b"asked_tokens", "closed_sequence", b"closed_sequence", "event_lag", b"event_lag", "heartbeat_age", b"heartbeat_age", "hit_tokens", b"hit_tokens", "placements", b"placements", "reporting", b"reporting", "server", b"server", "sharing", b"sharing", "sharing_problem", b"sharing_problem", "tiers", b"tiers", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -578,50 +669,6 @@ class LocateKeys(_message.Message):
 Global___LocateKeys: _TypeAlias = LocateKeys  # noqa: Y015
 
 @_typing.final
-class Placement(_message.Message):
-    """Placement says that a server held a chunk in a tier: a hint."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SERVER_ID_FIELD_NUMBER: _builtins.int
-    INCARNATION_FIELD_NUMBER: _builtins.int
-    TIER_FIELD_NUMBER: _builtins.int
-    BACKEND_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    AGE_FIELD_NUMBER: _builtins.int
-    server_id: _builtins.str
-    """server_id names the server."""
-    incarnation: _builtins.bytes
-    """incarnation is the incarnation that reported it, 16 bytes."""
-    tier: _event_pb2.StorageTier.ValueType
-    """tier is where."""
-    backend: _builtins.str
-    """backend names the store within the tier."""
-    size_bytes: _builtins.int
-    """size_bytes is the size of the chunk there, in bytes."""
-    @_builtins.property
-    def age(self) -> _duration_pb2.Duration:
-        """age is the time since the information arrived."""
-
-    def __init__(
-        self,
-        *,
-        server_id: _builtins.str = ...,
-        incarnation: _builtins.bytes = ...,
-        tier: _event_pb2.StorageTier.ValueType = ...,
-        backend: _builtins.str = ...,
-        size_bytes: _builtins.int = ...,
-        age: _duration_pb2.Duration | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["age", b"age"]  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["age", b"age", "backend", b"backend", "incarnation", b"incarnation", "server_id", b"server_id", "size_bytes", b"size_bytes", "tier", b"tier"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Placement: _TypeAlias = Placement  # noqa: Y015
-
-@_typing.final
 class ChunkPlacements(_message.Message):
     """ChunkPlacements lists the placements of one chunk."""
 
@@ -632,14 +679,14 @@ class ChunkPlacements(_message.Message):
     chunk_key: _builtins.bytes
     """chunk_key is the 32-byte key."""
     @_builtins.property
-    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
+    def placements(self) -> _containers.RepeatedCompositeFieldContainer[_placement_pb2.Placement]:
         """placements lists where it is thought to be."""
 
     def __init__(
         self,
         *,
         chunk_key: _builtins.bytes = ...,
-        placements: _abc.Iterable[Global___Placement] | None = ...,
+        placements: _abc.Iterable[_placement_pb2.Placement] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -748,42 +795,6 @@ class MatchBlendRequest(_message.Message):
 Global___MatchBlendRequest: _TypeAlias = MatchBlendRequest  # noqa: Y015
 
 @_typing.final
-class BlendMatch(_message.Message):
-    """BlendMatch is a cached chunk found in the prompt."""
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    CHUNK_KEY_FIELD_NUMBER: _builtins.int
-    CACHED_POSITION_FIELD_NUMBER: _builtins.int
-    PROMPT_POSITION_FIELD_NUMBER: _builtins.int
-    PLACEMENTS_FIELD_NUMBER: _builtins.int
-    chunk_key: _builtins.bytes
-    """chunk_key is the 32-byte key under which it is cached."""
-    cached_position: _builtins.int
-    """cached_position is the position of its first token where it was computed."""
-    prompt_position: _builtins.int
-    """prompt_position is the position of its first token in the new prompt."""
-    @_builtins.property
-    def placements(self) -> _containers.RepeatedCompositeFieldContainer[Global___Placement]:
-        """placements lists where it is thought to be."""
-
-    def __init__(
-        self,
-        *,
-        chunk_key: _builtins.bytes = ...,
-        cached_position: _builtins.int = ...,
-        prompt_position: _builtins.int = ...,
-        placements: _abc.Iterable[Global___Placement] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached_position", b"cached_position", "chunk_key", b"chunk_key", "placements", b"placements", "prompt_position", b"prompt_position"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___BlendMatch: _TypeAlias = BlendMatch  # noqa: Y015
-
-@_typing.final
 class MatchBlendResponse(_message.Message):
     """MatchBlendResponse lists the matches."""
 
@@ -791,7 +802,7 @@ class MatchBlendResponse(_message.Message):
 
     MATCHES_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def matches(self) -> _containers.RepeatedCompositeFieldContainer[Global___BlendMatch]:
+    def matches(self) -> _containers.RepeatedCompositeFieldContainer[_placement_pb2.BlendMatch]:
         """matches are candidates, by prompt_position. Each was compared token by token.
         None of them may be reused without validation.
         """
@@ -799,7 +810,7 @@ class MatchBlendResponse(_message.Message):
     def __init__(
         self,
         *,
-        matches: _abc.Iterable[Global___BlendMatch] | None = ...,
+        matches: _abc.Iterable[_placement_pb2.BlendMatch] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
@@ -808,6 +819,229 @@ class MatchBlendResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MatchBlendResponse: _TypeAlias = MatchBlendResponse  # noqa: Y015
+
+@_typing.final
+class ListChunksRequest(_message.Message):
+    """ListChunksRequest asks for a page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """page_size is the most chunks to return. 0: 100. Above 1,000 counts as 1,000."""
+    page_token: _builtins.str
+    """page_token is the next_page_token of the page before. Empty: the first page."""
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListChunksRequest: _TypeAlias = ListChunksRequest  # noqa: Y015
+
+@_typing.final
+class ListChunksResponse(_message.Message):
+    """ListChunksResponse is a page."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    """next_page_token asks for the next page. Empty: this was the last."""
+    @_builtins.property
+    def chunks(self) -> _containers.RepeatedCompositeFieldContainer[Global___ChunkPlacements]:
+        """chunks lists chunks with their placements, by key."""
+
+    def __init__(
+        self,
+        *,
+        chunks: _abc.Iterable[Global___ChunkPlacements] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunks", b"chunks", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListChunksResponse: _TypeAlias = ListChunksResponse  # noqa: Y015
+
+@_typing.final
+class WatchEventsRequest(_message.Message):
+    """WatchEventsRequest opens the stream."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """server_id limits it to one server. Empty: all."""
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsRequest: _TypeAlias = WatchEventsRequest  # noqa: Y015
+
+@_typing.final
+class WatchEventsResponse(_message.Message):
+    """WatchEventsResponse tells of one batch."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    ADMISSION_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    STORED_CHUNKS_FIELD_NUMBER: _builtins.int
+    ACCESSED_CHUNKS_FIELD_NUMBER: _builtins.int
+    DELETED_CHUNKS_FIELD_NUMBER: _builtins.int
+    CLEARS_FIELD_NUMBER: _builtins.int
+    LAG_FIELD_NUMBER: _builtins.int
+    SOURCE_FIELD_NUMBER: _builtins.int
+    MISSED_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """server_id names the sender."""
+    sequence: _builtins.int
+    """sequence is the number of the batch."""
+    admission: Global___EventAdmission.ValueType
+    """admission tells what became of it."""
+    lost: _builtins.int
+    """lost is the number of batches that the sender's journal had to drop before it."""
+    stored_chunks: _builtins.int
+    """stored_chunks is the number of STORE entries."""
+    accessed_chunks: _builtins.int
+    """accessed_chunks is the number of ACCESS entries."""
+    deleted_chunks: _builtins.int
+    """deleted_chunks is the number of DELETE entries."""
+    clears: _builtins.int
+    """clears is the number of CLEAR entries."""
+    source: _builtins.str
+    """source is the way that it came: "rpc" or "kafka"."""
+    missed: _builtins.int
+    """missed is the number of batches that this stream could not tell of, right
+    before this one.
+    """
+    @_builtins.property
+    def lag(self) -> _duration_pb2.Duration:
+        """lag is how old the batch was when it arrived, by the two wall clocks."""
+
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        sequence: _builtins.int = ...,
+        admission: Global___EventAdmission.ValueType = ...,
+        lost: _builtins.int = ...,
+        stored_chunks: _builtins.int = ...,
+        accessed_chunks: _builtins.int = ...,
+        deleted_chunks: _builtins.int = ...,
+        clears: _builtins.int = ...,
+        lag: _duration_pb2.Duration | None = ...,
+        source: _builtins.str = ...,
+        missed: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["lag", b"lag"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accessed_chunks", b"accessed_chunks", "admission", b"admission", "clears", b"clears", "deleted_chunks", b"deleted_chunks", "lag", b"lag", "lost", b"lost", "missed", b"missed", "sequence", b"sequence", "server_id", b"server_id", "source", b"source", "stored_chunks", b"stored_chunks"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEventsResponse: _TypeAlias = WatchEventsResponse  # noqa: Y015
+
+@_typing.final
+class GetIntentsRequest(_message.Message):
+    """GetIntentsRequest asks for all of them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    def __init__(
+        self,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetIntentsRequest: _TypeAlias = GetIntentsRequest  # noqa: Y015
+
+@_typing.final
+class QuotaIntent(_message.Message):
+    """QuotaIntent limits a tenant."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TENANT_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    tenant: _builtins.str
+    """tenant is the digest of the tenant's salt."""
+    tier: _event_pb2.StorageTier.ValueType
+    """tier is where the limit holds."""
+    limit_bytes: _builtins.int
+    """limit_bytes is the limit in bytes."""
+    def __init__(
+        self,
+        *,
+        tenant: _builtins.str = ...,
+        tier: _event_pb2.StorageTier.ValueType = ...,
+        limit_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_bytes", b"limit_bytes", "tenant", b"tenant", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QuotaIntent: _TypeAlias = QuotaIntent  # noqa: Y015
+
+@_typing.final
+class GetIntentsResponse(_message.Message):
+    """GetIntentsResponse tells them."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REVISION_FIELD_NUMBER: _builtins.int
+    PINNED_KEYS_FIELD_NUMBER: _builtins.int
+    QUOTAS_FIELD_NUMBER: _builtins.int
+    revision: _builtins.int
+    """revision numbers this state."""
+    @_builtins.property
+    def pinned_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """pinned_keys lists the 32-byte keys of pinned chunks."""
+
+    @_builtins.property
+    def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___QuotaIntent]:
+        """quotas lists the limits."""
+
+    def __init__(
+        self,
+        *,
+        revision: _builtins.int = ...,
+        pinned_keys: _abc.Iterable[_builtins.bytes] | None = ...,
+        quotas: _abc.Iterable[Global___QuotaIntent] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["pinned_keys", b"pinned_keys", "quotas", b"quotas", "revision", b"revision"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GetIntentsResponse: _TypeAlias = GetIntentsResponse  # noqa: Y015
 
 @_typing.final
 class GetDirectoryStatsRequest(_message.Message):
@@ -827,6 +1061,44 @@ class GetDirectoryStatsRequest(_message.Message):
 Global___GetDirectoryStatsRequest: _TypeAlias = GetDirectoryStatsRequest  # noqa: Y015
 
 @_typing.final
+class HoldingStats(_message.Message):
+    """HoldingStats is what the directory has of one store of one server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    TIER_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    PLACEMENTS_FIELD_NUMBER: _builtins.int
+    PLACEMENT_BYTES_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """server_id names the server."""
+    tier: _event_pb2.StorageTier.ValueType
+    """tier is the tier of the store."""
+    backend: _builtins.str
+    """backend names the store within the tier."""
+    placements: _builtins.int
+    """placements is the number of chunks."""
+    placement_bytes: _builtins.int
+    """placement_bytes is their size in bytes."""
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        tier: _event_pb2.StorageTier.ValueType = ...,
+        backend: _builtins.str = ...,
+        placements: _builtins.int = ...,
+        placement_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "placement_bytes", b"placement_bytes", "placements", b"placements", "server_id", b"server_id", "tier", b"tier"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___HoldingStats: _TypeAlias = HoldingStats  # noqa: Y015
+
+@_typing.final
 class GetDirectoryStatsResponse(_message.Message):
     """GetDirectoryStatsResponse tells it."""
 
@@ -840,6 +1112,17 @@ class GetDirectoryStatsResponse(_message.Message):
     STALE_BATCHES_FIELD_NUMBER: _builtins.int
     GAPS_FIELD_NUMBER: _builtins.int
     RESYNCS_FIELD_NUMBER: _builtins.int
+    REFUSED_BATCHES_FIELD_NUMBER: _builtins.int
+    APPLIED_EVENTS_FIELD_NUMBER: _builtins.int
+    SKIPPED_EVENTS_FIELD_NUMBER: _builtins.int
+    CHUNK_SIZE_FIELD_NUMBER: _builtins.int
+    BLEND_CHUNKS_FIELD_NUMBER: _builtins.int
+    BLEND_ENABLED_FIELD_NUMBER: _builtins.int
+    HOLDINGS_FIELD_NUMBER: _builtins.int
+    COORDINATOR_INCARNATION_FIELD_NUMBER: _builtins.int
+    COORDINATOR_VERSION_FIELD_NUMBER: _builtins.int
+    SOURCES_FIELD_NUMBER: _builtins.int
+    CHECKPOINT_FIELD_NUMBER: _builtins.int
     keys: _builtins.int
     """keys is the number of chunk keys."""
     placements: _builtins.int
@@ -856,6 +1139,32 @@ class GetDirectoryStatsResponse(_message.Message):
     """gaps counts missing batches seen."""
     resyncs: _builtins.int
     """resyncs counts snapshots pulled."""
+    refused_batches: _builtins.int
+    """refused_batches counts batches of servers that are no members."""
+    applied_events: _builtins.int
+    """applied_events counts the entries of applied batches."""
+    skipped_events: _builtins.int
+    """skipped_events counts entries of unknown kind or outside the contract."""
+    chunk_size: _builtins.int
+    """chunk_size is the fleet's chunk size in tokens. 0: no member has one."""
+    blend_chunks: _builtins.int
+    """blend_chunks is the number of chunks in the blend index."""
+    blend_enabled: _builtins.bool
+    """blend_enabled is true when there is a blend index."""
+    coordinator_incarnation: _builtins.bytes
+    """coordinator_incarnation is the 16-byte id of the coordinator's run."""
+    coordinator_version: _builtins.str
+    """coordinator_version is the version of the program."""
+    checkpoint: _builtins.str
+    """checkpoint tells how the state began: "off", "loaded", "cold", or "damaged"."""
+    @_builtins.property
+    def holdings(self) -> _containers.RepeatedCompositeFieldContainer[Global___HoldingStats]:
+        """holdings lists what there is by server and store."""
+
+    @_builtins.property
+    def sources(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """sources lists the ways that events come in: "rpc", "kafka"."""
+
     def __init__(
         self,
         *,
@@ -867,10 +1176,21 @@ class GetDirectoryStatsResponse(_message.Message):
         stale_batches: _builtins.int = ...,
         gaps: _builtins.int = ...,
         resyncs: _builtins.int = ...,
+        refused_batches: _builtins.int = ...,
+        applied_events: _builtins.int = ...,
+        skipped_events: _builtins.int = ...,
+        chunk_size: _builtins.int = ...,
+        blend_chunks: _builtins.int = ...,
+        blend_enabled: _builtins.bool = ...,
+        holdings: _abc.Iterable[Global___HoldingStats] | None = ...,
+        coordinator_incarnation: _builtins.bytes = ...,
+        coordinator_version: _builtins.str = ...,
+        sources: _abc.Iterable[_builtins.str] | None = ...,
+        checkpoint: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_batches", b"admitted_batches", "duplicate_batches", b"duplicate_batches", "gaps", b"gaps", "keys", b"keys", "placement_bytes", b"placement_bytes", "placements", b"placements", "resyncs", b"resyncs", "stale_batches", b"stale_batches"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["admitted_batches", b"admitted_batches", "applied_events", b"applied_events", "blend_chunks", b"blend_chunks", "blend_enabled", b"blend_enabled", "checkpoint", b"checkpoint", "chunk_size", b"chunk_size", "coordinator_incarnation", b"coordinator_incarnation", "coordinator_version", b"coordinator_version", "duplicate_batches", b"duplicate_batches", "gaps", b"gaps", "holdings", b"holdings", "keys", b"keys", "placement_bytes", b"placement_bytes", "placements", b"placements", "refused_batches", b"refused_batches", "resyncs", b"resyncs", "skipped_events", b"skipped_events", "sources", b"sources", "stale_batches", b"stale_batches"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -77,6 +77,21 @@ class CoordinatorServiceStub(object):
                 request_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.MatchBlendRequest.SerializeToString,
                 response_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.MatchBlendResponse.FromString,
                 _registered_method=True)
+        self.ListChunks = channel.unary_unary(
+                '/kvwire.v1.CoordinatorService/ListChunks',
+                request_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.ListChunksRequest.SerializeToString,
+                response_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.ListChunksResponse.FromString,
+                _registered_method=True)
+        self.WatchEvents = channel.unary_stream(
+                '/kvwire.v1.CoordinatorService/WatchEvents',
+                request_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.WatchEventsRequest.SerializeToString,
+                response_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.WatchEventsResponse.FromString,
+                _registered_method=True)
+        self.GetIntents = channel.unary_unary(
+                '/kvwire.v1.CoordinatorService/GetIntents',
+                request_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.GetIntentsRequest.SerializeToString,
+                response_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.GetIntentsResponse.FromString,
+                _registered_method=True)
         self.GetDirectoryStats = channel.unary_unary(
                 '/kvwire.v1.CoordinatorService/GetDirectoryStats',
                 request_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.GetDirectoryStatsRequest.SerializeToString,
@@ -175,6 +190,37 @@ class CoordinatorServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListChunks(self, request, context):
+        """ListChunks pages through the keys of the directory.
+
+        Errors:
+        INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this service's.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WatchEvents(self, request, context):
+        """WatchEvents tells of every batch as it is taken in: how many entries of which
+        kind, from whom, and how late. A watcher that does not keep up misses some, and
+        is told how many.
+
+        Errors: there are no method-specific errors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def GetIntents(self, request, context):
+        """GetIntents tells what operators want of every server: pins and quotas. A server
+        asks when the revision in a heartbeat's answer is not the one that it has.
+
+        Errors: there are no method-specific errors.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def GetDirectoryStats(self, request, context):
         """GetDirectoryStats tells the size and the health of the directory.
 
@@ -226,6 +272,21 @@ def add_CoordinatorServiceServicer_to_server(servicer, server):
                     servicer.MatchBlend,
                     request_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.MatchBlendRequest.FromString,
                     response_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.MatchBlendResponse.SerializeToString,
+            ),
+            'ListChunks': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListChunks,
+                    request_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.ListChunksRequest.FromString,
+                    response_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.ListChunksResponse.SerializeToString,
+            ),
+            'WatchEvents': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchEvents,
+                    request_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.WatchEventsRequest.FromString,
+                    response_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.WatchEventsResponse.SerializeToString,
+            ),
+            'GetIntents': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetIntents,
+                    request_deserializer=kvwire_dot_v1_dot_coordinator__service__pb2.GetIntentsRequest.FromString,
+                    response_serializer=kvwire_dot_v1_dot_coordinator__service__pb2.GetIntentsResponse.SerializeToString,
             ),
             'GetDirectoryStats': grpc.unary_unary_rpc_method_handler(
                     servicer.GetDirectoryStats,
@@ -452,6 +513,87 @@ class CoordinatorService(object):
             '/kvwire.v1.CoordinatorService/MatchBlend',
             kvwire_dot_v1_dot_coordinator__service__pb2.MatchBlendRequest.SerializeToString,
             kvwire_dot_v1_dot_coordinator__service__pb2.MatchBlendResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListChunks(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvwire.v1.CoordinatorService/ListChunks',
+            kvwire_dot_v1_dot_coordinator__service__pb2.ListChunksRequest.SerializeToString,
+            kvwire_dot_v1_dot_coordinator__service__pb2.ListChunksResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WatchEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/kvwire.v1.CoordinatorService/WatchEvents',
+            kvwire_dot_v1_dot_coordinator__service__pb2.WatchEventsRequest.SerializeToString,
+            kvwire_dot_v1_dot_coordinator__service__pb2.WatchEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetIntents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/kvwire.v1.CoordinatorService/GetIntents',
+            kvwire_dot_v1_dot_coordinator__service__pb2.GetIntentsRequest.SerializeToString,
+            kvwire_dot_v1_dot_coordinator__service__pb2.GetIntentsResponse.FromString,
             options,
             channel_credentials,
             insecure,

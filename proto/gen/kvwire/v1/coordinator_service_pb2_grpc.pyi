@@ -89,6 +89,25 @@ class CoordinatorServiceStub:
       UNIMPLEMENTED (NOT_SERVED): the blend index is off.
       INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
     """
+    ListChunks: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListChunksRequest, _coordinator_service_pb2.ListChunksResponse]
+    """ListChunks pages through the keys of the directory.
+
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this service's.
+    """
+    WatchEvents: _grpc.UnaryStreamMultiCallable[_coordinator_service_pb2.WatchEventsRequest, _coordinator_service_pb2.WatchEventsResponse]
+    """WatchEvents tells of every batch as it is taken in: how many entries of which
+    kind, from whom, and how late. A watcher that does not keep up misses some, and
+    is told how many.
+
+    Errors: there are no method-specific errors.
+    """
+    GetIntents: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetIntentsRequest, _coordinator_service_pb2.GetIntentsResponse]
+    """GetIntents tells what operators want of every server: pins and quotas. A server
+    asks when the revision in a heartbeat's answer is not the one that it has.
+
+    Errors: there are no method-specific errors.
+    """
     GetDirectoryStats: _grpc.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetDirectoryStatsRequest, _coordinator_service_pb2.GetDirectoryStatsResponse]
     """GetDirectoryStats tells the size and the health of the directory.
 
@@ -155,6 +174,25 @@ class CoordinatorServiceAsyncStub(CoordinatorServiceStub):
     Errors:
       UNIMPLEMENTED (NOT_SERVED): the blend index is off.
       INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
+    """
+    ListChunks: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.ListChunksRequest, _coordinator_service_pb2.ListChunksResponse]  # type: ignore[assignment]
+    """ListChunks pages through the keys of the directory.
+
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this service's.
+    """
+    WatchEvents: _aio.UnaryStreamMultiCallable[_coordinator_service_pb2.WatchEventsRequest, _coordinator_service_pb2.WatchEventsResponse]  # type: ignore[assignment]
+    """WatchEvents tells of every batch as it is taken in: how many entries of which
+    kind, from whom, and how late. A watcher that does not keep up misses some, and
+    is told how many.
+
+    Errors: there are no method-specific errors.
+    """
+    GetIntents: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetIntentsRequest, _coordinator_service_pb2.GetIntentsResponse]  # type: ignore[assignment]
+    """GetIntents tells what operators want of every server: pins and quotas. A server
+    asks when the revision in a heartbeat's answer is not the one that it has.
+
+    Errors: there are no method-specific errors.
     """
     GetDirectoryStats: _aio.UnaryUnaryMultiCallable[_coordinator_service_pb2.GetDirectoryStatsRequest, _coordinator_service_pb2.GetDirectoryStatsResponse]  # type: ignore[assignment]
     """GetDirectoryStats tells the size and the health of the directory.
@@ -267,6 +305,43 @@ class CoordinatorServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           UNIMPLEMENTED (NOT_SERVED): the blend index is off.
           INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
+        """
+
+    @_abc_1.abstractmethod
+    def ListChunks(
+        self,
+        request: _coordinator_service_pb2.ListChunksRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.ListChunksResponse, _abc.Awaitable[_coordinator_service_pb2.ListChunksResponse]]:
+        """ListChunks pages through the keys of the directory.
+
+        Errors:
+          INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this service's.
+        """
+
+    @_abc_1.abstractmethod
+    def WatchEvents(
+        self,
+        request: _coordinator_service_pb2.WatchEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_coordinator_service_pb2.WatchEventsResponse], _abc.AsyncIterator[_coordinator_service_pb2.WatchEventsResponse]]:
+        """WatchEvents tells of every batch as it is taken in: how many entries of which
+        kind, from whom, and how late. A watcher that does not keep up misses some, and
+        is told how many.
+
+        Errors: there are no method-specific errors.
+        """
+
+    @_abc_1.abstractmethod
+    def GetIntents(
+        self,
+        request: _coordinator_service_pb2.GetIntentsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_coordinator_service_pb2.GetIntentsResponse, _abc.Awaitable[_coordinator_service_pb2.GetIntentsResponse]]:
+        """GetIntents tells what operators want of every server: pins and quotas. A server
+        asks when the revision in a heartbeat's answer is not the one that it has.
+
+        Errors: there are no method-specific errors.
         """
 
     @_abc_1.abstractmethod

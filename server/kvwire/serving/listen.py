@@ -11,7 +11,7 @@ import ssl
 import stat
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import grpc
 
@@ -20,9 +20,26 @@ from kvwire.errors import ConfigError
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from kvwire.server.config import ServerConfig
 
-MAX_SOCKET_PATH = 107
+class Exposure(Protocol):
+    """The settings of a program that serves: what it shows of itself, and to whom."""
+
+    @property
+    def tls_cert(self) -> str: ...
+    @property
+    def tls_key(self) -> str: ...
+    @property
+    def tls_client_ca(self) -> str: ...
+    @property
+    def token_file(self) -> str: ...
+    @property
+    def insecure_bind(self) -> bool: ...
+
+
+KEEPALIVE_MS: Final = 5_000
+ANSWER_MS: Final = 10_000
+"""For a client's gRPC to answer a ping; one that hangs longer has lost its connection."""
+MAX_SOCKET_PATH: Final = 107
 """Bytes of a socket file's path that Linux takes."""
 
 
@@ -75,7 +92,7 @@ def parse_address(text: str) -> Address:
     return TcpAddress(host.strip("[]"), int(port))
 
 
-def check_exposure(address: Address, config: ServerConfig) -> None:
+def check_exposure(address: Address, config: Exposure) -> None:
     """Refuse an address that other hosts reach without credentials. Raises ConfigError."""
     protected = bool(config.tls_cert) and bool(config.tls_client_ca or config.token_file)
     if address.is_local or protected or config.insecure_bind:
@@ -151,7 +168,7 @@ def remove_sockets(targets: tuple[str, ...]) -> None:
             Path(target.removeprefix("unix:")).unlink(missing_ok=True)
 
 
-def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
+def server_credentials(config: Exposure) -> grpc.ServerCredentials | None:
     """TLS or mTLS credentials, or None without --tls-cert. Raises ConfigError for unreadable files."""
     if not config.tls_cert:
         return None
@@ -164,7 +181,7 @@ def server_credentials(config: ServerConfig) -> grpc.ServerCredentials | None:
     )
 
 
-def bearer_token(config: ServerConfig) -> bytes:
+def bearer_token(config: Exposure) -> bytes:
     """What clients must send, empty without --token-file. Raises ConfigError."""
     if not config.token_file:
         return b""
@@ -185,7 +202,7 @@ def read_file(path: str, name: str) -> bytes:
         raise ConfigError(f"{flag} {path}: {error.strerror}.", setting=name) from error
 
 
-def _check_pair(config: ServerConfig) -> None:
+def _check_pair(config: Exposure) -> None:
     """gRPC itself would take anything here, and later say that it cannot bind."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     try:
@@ -227,3 +244,21 @@ def _umask(mask: int) -> Iterator[None]:
         yield
     finally:
         os.umask(before)
+
+
+def grpc_options(max_message: int) -> list[tuple[str, Any]]:
+    """Of every gRPC server of ours; `max_message` in bytes, for both directions."""
+    return [
+        ("grpc.max_receive_message_length", max_message),
+        ("grpc.max_send_message_length", max_message),
+        # A port in use is an error, never shared with another server.
+        ("grpc.so_reuseport", 0),
+        # A peer that vanished without closing is noticed, and its Attach stream ends.
+        ("grpc.keepalive_time_ms", KEEPALIVE_MS),
+        ("grpc.keepalive_timeout_ms", ANSWER_MS),
+        # gRPC measures bandwidth with pings of its own: one without an answer would hold keepalive up for a
+        # minute.
+        ("grpc.http2.ping_timeout_ms", ANSWER_MS),
+        ("grpc.http2.min_ping_interval_without_data_ms", 1000),
+        ("grpc.keepalive_permit_without_calls", 1),
+    ]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from collections.abc import Callable, Coroutine
 
-log = logging.getLogger("kvwire.server")
+log = logging.getLogger("kvwire.serving")
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 import numpy as np
 
-from kvwire.coordinator.rolling import RollingHash
+from kvwire.blend.rolling import RollingHash
 from kvwire.errors import TokensInvalid
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     Route = Callable[[Mapping[str, str]], "Response"]
 
-log = logging.getLogger("kvwire.server")
+log = logging.getLogger("kvwire.serving")
 
 MAX_HEAD_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 32

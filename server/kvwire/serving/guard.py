@@ -22,22 +22,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
-log = logging.getLogger("kvwire.server")
-
-UNLIMITED = frozenset(
-    {
-        "Ping",
-        "Attach",
-        "SubscribeKvEvents",
-        "ReleaseLookup",
-        "EndSession",
-        "EndRetrieve",
-        "AbortStore",
-        "GetStatus",
-    }
-)
-"""Calls that are never refused for load: life signs, open streams, and calls that give something back."""
-OPEN_WHILE_DRAINING = UNLIMITED | {"CommitStore", "UnregisterKvCache", "WriteChunks", "ReadChunks"}
+log = logging.getLogger("kvwire.serving")
 
 
 class CallObserver(Protocol):
@@ -49,8 +34,17 @@ class CallObserver(Protocol):
 class Guard:
     """Adds generated services to a server with every handler wrapped."""
 
-    def __init__(self, max_in_flight: int, observe: CallObserver | None = None) -> None:
+    def __init__(
+        self,
+        max_in_flight: int,
+        unlimited: frozenset[str],
+        open_while_draining: frozenset[str] = frozenset(),
+        observe: CallObserver | None = None,
+    ) -> None:
+        """Methods that are `unlimited` are never refused for load, and like those others not by a drain."""
         self.max_in_flight = max_in_flight
+        self._unlimited = unlimited
+        self._open_while_draining = unlimited | open_while_draining
         self.in_flight = 0
         self.rejected = 0
         self.draining = False
@@ -87,7 +81,7 @@ class Guard:
         return cast("grpc.RpcMethodHandler[Any, Any]", make(wrapped, None, handler.response_serializer))
 
     def _unary(self, method: str, behaviour: Handler) -> Callable[[Any, Any], Awaitable[Any]]:
-        limited = method not in UNLIMITED
+        limited = method not in self._unlimited
 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> Any:
             started = time.perf_counter()
@@ -110,7 +104,7 @@ class Guard:
         return call
 
     def _streaming(self, method: str, behaviour: Handler) -> Callable[[Any, Any], AsyncIterator[Any]]:
-        limited = method not in UNLIMITED
+        limited = method not in self._unlimited
 
         async def call(request: Any, context: grpc.aio.ServicerContext[Any, Any]) -> AsyncIterator[Any]:
             started = time.perf_counter()
@@ -140,7 +134,7 @@ class Guard:
             self._idle.set()
 
     def _admit(self, method: str, limited: bool) -> None:
-        if self.draining and method not in OPEN_WHILE_DRAINING:
+        if self.draining and method not in self._open_while_draining:
             raise Draining("The server is shutting down and takes no new work.")
         if limited and self.in_flight > self.max_in_flight:
             self.rejected += 1

@@ -1,0 +1,1 @@
+"""What the cache server and the coordinator have in common: addresses, guards, HTTP, reflection, metrics."""
