@@ -27,7 +27,7 @@ demo: setup ## one engine stores, a fresh one finds it; DEMO_ARGS="--path shm|uc
 
 .PHONY: test
 test: setup check-proto ## the tests, vLLM included; PYTEST_ARGS="-m 'not e2e'" leaves vLLM out
-	$(BIN)/python -m pytest -m "not long" --durations=15 $(PYTEST_ARGS)
+	scripts/test.sh $(VENV) $(PYTEST_ARGS)
 
 .PHONY: e2e
 e2e: setup ## real vLLM on a CPU: same text with kvwire and without, hits, restarts, faults; PYTEST_ARGS="-k openai"

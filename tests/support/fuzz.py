@@ -6,6 +6,7 @@ from google.protobuf.descriptor import FieldDescriptor as Field
 
 INTEGERS = (0, 1, 2, 3, 4, 1 << 16, (1 << 31) - 1, (1 << 31), (1 << 32) - 1)
 LARGE = (*INTEGERS, 1 << 32, (1 << 63) - 1, 1 << 63, (1 << 64) - 1)
+SIGNED = (0, 1, 999_999_999, 1_000_000_000, (1 << 31) - 1, -1, -(1 << 31))
 TEXTS = ("", "s", "test/model", "m" * 512, "m" * 513, "a\nb", "\0", "ünïcode", "../../x", "9" * 5000)
 BYTES = (b"", b"x", b"k" * 16, b"k" * 32, b"k" * 33, bytes(range(64)), b"\xff" * 4096)
 CHOICES = {
@@ -13,6 +14,8 @@ CHOICES = {
     Field.TYPE_BYTES: BYTES,
     Field.TYPE_BOOL: (True, False),
     Field.TYPE_UINT64: LARGE,
+    Field.TYPE_INT32: SIGNED,
+    Field.TYPE_INT64: (*SIGNED, (1 << 63) - 1, -(1 << 63)),
 }
 
 

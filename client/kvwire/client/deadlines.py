@@ -37,6 +37,7 @@ DEADLINES: Final[Mapping[str, float]] = MappingProxyType(
         "ReadChunks": DATA_S,
         "EndSession": CONTROL_S,
         "SubscribeKvEvents": QUIET_S,
+        "MatchBlend": CONTROL_S,
         "GetStatus": ADMIN_S,
         "ListSessions": ADMIN_S,
         "ListObjects": ADMIN_S,
@@ -51,7 +52,7 @@ DEADLINES: Final[Mapping[str, float]] = MappingProxyType(
 )
 """Seconds by the name of the RPC."""
 
-READS: Final = frozenset({"Ping", "GetStatus", "ListSessions", "ListObjects", "GetQuota"})
+READS: Final = frozenset({"Ping", "GetStatus", "ListSessions", "ListObjects", "GetQuota", "MatchBlend"})
 """Calls that change nothing: repeated once when the server was UNAVAILABLE or OVERLOADED. So is a Lookup
 without a registration."""
 
