@@ -55,6 +55,11 @@ class Applied:
     invalid: int = 0
     missed: int = 0
 
+    def add(self, other: Applied) -> None:
+        self.unknown += other.unknown
+        self.invalid += other.invalid
+        self.missed += other.missed
+
 
 class Applier:
     """Applies events in their order, each for itself: a bad entry never stops the ones after it."""

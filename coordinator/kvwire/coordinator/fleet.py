@@ -2,97 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Final, Protocol
+from dataclasses import dataclass
+from itertools import islice
+from typing import TYPE_CHECKING, Final
 
 from kvwire.blend import BlendHit, BlendIndex
-from kvwire.coordinator.apply import Applied, Applier, Event
+from kvwire.coordinator.apply import Applied, Applier
 from kvwire.coordinator.directory import KeyDirectory
 from kvwire.coordinator.gate import EventGate, FeedState, GateStats
 from kvwire.coordinator.incarnations import Incarnations
 from kvwire.coordinator.members import Changes, Members
-from kvwire.coordinator.messages import Admission, Located, Placement, Reporting, Tier
+from kvwire.coordinator.messages import Admission, Located, Placement, Reporting, Tier, Usage
 from kvwire.coordinator.reporting import Arrivals
+from kvwire.coordinator.views import Batch, FleetConfig, MemberView, Pull, Registered, Reported, at_once
 from kvwire.errors import ChunkSizeNotNegotiated, InvalidArgument, TooManyItems
 from kvwire.keys import chunk_keys, root
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Generator, Iterable, Sequence
 
+    from kvwire.coordinator.apply import Event
     from kvwire.coordinator.gate import Feed
     from kvwire.coordinator.messages import ServerInfo
     from kvwire.keys import Namespace
 
+__all__ = ["MAX_EVENTS", "Batch", "Fleet", "FleetConfig", "MemberView", "Pull", "Registered", "Reported"]
+
 MAX_EVENTS: Final = 10_000
-
-
-class Batch(Protocol):
-    """A `kvwire.v1.CacheEventBatch` or alike."""
-
-    @property
-    def server_id(self) -> str: ...
-    @property
-    def incarnation(self) -> bytes: ...
-    @property
-    def sequence(self) -> int: ...
-    @property
-    def lost(self) -> int: ...
-    @property
-    def events(self) -> Sequence[Event]: ...
-
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """Times in seconds. `keep_l2`: how long what a lost server has in L2 is listed. `blend_bytes` 0: off.
-
-    `max_kept_events` are applied again at once when a snapshot's position is known: more would delay others.
-    """
-
-    expires_after: float = 30.0
-    silent_after: float = 3.0
-    retry_after: float = 2.0
-    repeat_silent: float = 15.0
-    keep_l2: float = 86_400.0
-    max_keys: int = 65_536
-    max_kept_events: int = 100_000
-    max_deleted_while_loading: int = 200_000
-    blend_bytes: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Registered:
-    next_sequence: int
-    sharing_problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Reported:
-    """`sequence`: the highest one that the sender may forget; 0 for a batch of an earlier run."""
-
-    sequence: int
-    admission: Admission
-    applied: Applied = field(default_factory=Applied)
-
-
-@dataclass(frozen=True, slots=True)
-class MemberView:
-    info: ServerInfo
-    heartbeat_age: float
-    used_bytes: int
-    reporting: Reporting
-    applied_sequence: int
-    placements: int
-    sharing_problem: str
-
-
-@dataclass(frozen=True, slots=True)
-class Pull:
-    """A snapshot to be fetched from one of `addresses`. `number` tells it from the server's other pulls."""
-
-    server_id: str
-    incarnation: bytes
-    addresses: tuple[str, ...]
-    number: int
+SLICE_EVENTS: Final = 1000
+"""Entries that are applied at once: a few milliseconds, in which everybody else waits."""
 
 
 @dataclass(slots=True, eq=False)
@@ -137,10 +75,17 @@ class Fleet:
         return Registered(feed.seen + 1, joined.member.sharing_problem)
 
     def heartbeat(
-        self, server_id: str, incarnation: bytes, now: float, used_bytes: int = 0, last_sequence: int = 0
+        self,
+        server_id: str,
+        incarnation: bytes,
+        now: float,
+        used_bytes: int = 0,
+        last_sequence: int = 0,
+        usage: Usage | None = None,
     ) -> None:
         """Raises ServerNotRegistered, IncarnationStale."""
         member = self.members.heartbeat(server_id, incarnation, now, used_bytes, last_sequence)
+        member.usage = usage or member.usage
         self._watched[server_id].arrivals.note(member, self._feed(server_id), now)
 
     def deregister(self, server_id: str, incarnation: bytes) -> bool:
@@ -174,6 +119,8 @@ class Fleet:
             feed.applied,
             self.directory.holdings(server_id).placements,
             member.sharing_problem,
+            member.last_sequence,
+            member.usage,
         )
 
     def views(self, now: float) -> list[MemberView]:
@@ -188,6 +135,10 @@ class Fleet:
 
     def report(self, batch: Batch, now: float) -> Reported:
         """Raises InvalidArgument, TooManyItems, ServerNotRegistered."""
+        return at_once(self.report_steps(batch, now))
+
+    def report_steps(self, batch: Batch, now: float) -> Generator[None, None, Reported]:
+        """As `report`, in slices. Between them no other batch and no page may come in; all else may."""
         server_id, sequence, events = batch.server_id, batch.sequence, batch.events
         if sequence < 1:
             raise InvalidArgument("batch.sequence", "0 is no sequence: batches are numbered from 1")
@@ -203,7 +154,14 @@ class Fleet:
         admission = self.gate.admit(feed, sequence, batch.lost, batch, len(events))
         applied = Applied()
         if admission is not Admission.DUPLICATE:
-            applied = self._apply(server_id, feed, events, now)
+            applier = self._applier_of(server_id)
+            for start in range(0, len(events), SLICE_EVENTS):
+                if start:
+                    yield
+                    if self.gate.feed(server_id) is not feed:
+                        return Reported(0, Admission.STALE, applied)
+                part = events if len(events) <= SLICE_EVENTS else events[start : start + SLICE_EVENTS]
+                self._apply(server_id, feed, applier, part, now, applied)
         watched = self._watched[server_id]
         if watched.arrivals.silent:
             watched.pull_at = now
@@ -232,28 +190,32 @@ class Fleet:
         self, pull: Pull, incarnation: bytes, sequence: int, placements: Iterable[Event], now: float
     ) -> bool:
         """One page of the answer. False: this pull counts no more, and another one will be wanted."""
+        return at_once(self.pull_page_steps(pull, incarnation, sequence, placements, now))
+
+    def pull_page_steps(
+        self, pull: Pull, incarnation: bytes, sequence: int, placements: Iterable[Event], now: float
+    ) -> Generator[None, None, bool]:
+        """As `pull_page`, in slices, as `report_steps`."""
         feed = self.gate.feed(pull.server_id)
         if feed is None or feed.incarnation != pull.incarnation:
             return False
         if incarnation != pull.incarnation:
             self.fail_pull(pull, now)
             return False
-        holdings = self.directory.holdings(pull.server_id)
         if self.gate.counts(feed, pull.number, FeedState.PULLING):
-            again = self.gate.position(feed, pull.number, sequence)
-            if again is None:
-                self._watched[pull.server_id].pull_at = now + self.config.retry_after
-                return False
-            self.directory.begin_snapshot(holdings)
-            applier = self._applier_of(pull.server_id)
-            for batch in again:
-                applier.events(holdings, batch.events, now, again=True)
+            yield from self._begin_loading(pull, feed, sequence, now)
         if not self.gate.counts(feed, pull.number):
             return False
         if sequence != feed.position:
             self.fail_pull(pull, now)
             return False
-        self._applier_of(pull.server_id).snapshot_page(holdings, placements, now)
+        holdings = self.directory.holdings(pull.server_id)
+        applier, rest = self._applier_of(pull.server_id), iter(placements)
+        while part := list(islice(rest, SLICE_EVENTS)):
+            applier.snapshot_page(holdings, part, now)
+            yield
+            if not self.gate.counts(feed, pull.number):
+                return False
         return True
 
     def end_pull(self, pull: Pull, now: float) -> bool:
@@ -316,6 +278,22 @@ class Fleet:
 
     # Inside.
 
+    def _begin_loading(
+        self, pull: Pull, feed: Feed, sequence: int, now: float
+    ) -> Generator[None, None, None]:
+        """The snapshot's position is known: what came after it is applied again on top of it."""
+        again = self.gate.position(feed, pull.number, sequence)
+        if again is None:
+            self._watched[pull.server_id].pull_at = now + self.config.retry_after
+            return
+        holdings, applier = self.directory.holdings(pull.server_id), self._applier_of(pull.server_id)
+        self.directory.begin_snapshot(holdings)
+        for batch in again:
+            yield
+            if not self.gate.counts(feed, pull.number):
+                return
+            applier.events(holdings, batch.events, now, again=True)
+
     def _feed(self, server_id: str) -> Feed:
         feed = self.gate.feed(server_id)
         if feed is None:
@@ -349,14 +327,15 @@ class Fleet:
             watched.shown = state
             self.members.changed(server_id)
 
-    def _apply(self, server_id: str, feed: Feed, events: Sequence[Event], now: float) -> Applied:
+    def _apply(
+        self, server_id: str, feed: Feed, applier: Applier, events: Sequence[Event], now: float, done: Applied
+    ) -> None:
         holdings = self.directory.holdings(server_id)
         if holdings.loading and feed.state is not FeedState.LOADING:
             self.directory.abandon_snapshot(holdings)
-        applied = self._applier_of(server_id).events(holdings, events, now)
+        done.add(applier.events(holdings, events, now))
         if len(holdings.deleted) > self.config.max_deleted_while_loading:
             self._obsolete(server_id, feed)
-        return applied
 
     def _obsolete(self, server_id: str, feed: Feed) -> None:
         self.gate.want(feed)

@@ -4,10 +4,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.coordinator.incarnations import Incarnations, Standing
+from kvwire.coordinator.messages import NO_USAGE
 from kvwire.errors import IncarnationStale, InvalidArgument, ServerNotRegistered
 
 if TYPE_CHECKING:
-    from kvwire.coordinator.messages import ServerInfo
+    from kvwire.coordinator.messages import ServerInfo, Usage
 
 _MAX_ID_BYTES = 128
 _INCARNATION_BYTES = 16
@@ -22,6 +23,7 @@ class Member:
     used_bytes: int = 0
     last_sequence: int = 0
     sharing_problem: str = ""
+    usage: Usage = NO_USAGE
 
     @property
     def sharing(self) -> bool:

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 
 class Tier(IntEnum):
@@ -40,6 +40,27 @@ class ServerInfo:
     capacity_bytes: int = 0
     version: str = ""
     features: tuple[str, ...] = ()
+
+
+class TierUsage(NamedTuple):
+    """The fill of one store of a server. `capacity_bytes` 0: without a limit."""
+
+    tier: int
+    backend: str
+    used_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """What a member tells of itself with each heartbeat, for people to see."""
+
+    asked_tokens: int = 0
+    hit_tokens: int = 0
+    tiers: tuple[TierUsage, ...] = ()
+
+
+NO_USAGE: Final = Usage()
 
 
 class Placement(NamedTuple):
