@@ -23,7 +23,15 @@ if TYPE_CHECKING:
 
 PROPAGATOR: Final = TraceContextTextMapPropagator()
 
-UNTRACED: Final = ("/kvwire.v1.CacheService/Ping", "/kvwire.v1.CacheService/Attach", "/grpc.")
+UNTRACED: Final = (
+    "/kvwire.v1.CacheService/Ping",
+    "/kvwire.v1.CacheService/Attach",
+    "/kvwire.v1.CoordinatorService/Heartbeat",
+    "/kvwire.v1.CoordinatorService/ReportEvents",
+    "/kvwire.v1.CoordinatorService/WatchServers",
+    "/kvwire.v1.CoordinatorService/WatchEvents",
+    "/grpc.",
+)
 """Life signs, streams that stay open for a client's life, health, reflection: their spans tell nothing."""
 SERVER_ERRORS: Final = frozenset(
     {"UNKNOWN", "DEADLINE_EXCEEDED", "UNIMPLEMENTED", "INTERNAL", "UNAVAILABLE", "DATA_LOSS"}

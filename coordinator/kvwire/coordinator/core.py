@@ -49,12 +49,12 @@ class Core:
         self.stopping = asyncio.Event()
         self.fleet = Fleet(_fleet_config(config))
         self.events = EventWatchers(config.max_watchers)
-        self.intake = Intake(self.fleet, self.events.tell)
+        self.pulls_due = asyncio.Event()
+        self.intake = Intake(self.fleet, self.events.tell, self.pulls_due.set)
         self.servers = ServerWatchers(self.member, config.max_watchers)
         self.sources: tuple[str, ...] = ("rpc",)
         self.checkpoint = "off"
         self.intent_revision = 0
-        self.pulls_due = asyncio.Event()
         self._reporting: set[asyncio.Task[Any]] = set()
 
     @staticmethod

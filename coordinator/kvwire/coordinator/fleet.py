@@ -14,8 +14,9 @@ from kvwire.coordinator.incarnations import Incarnations
 from kvwire.coordinator.members import Changes, Members
 from kvwire.coordinator.messages import Admission, Located, Placement, Reporting, Tier, Usage
 from kvwire.coordinator.reporting import Arrivals
-from kvwire.coordinator.views import Batch, FleetConfig, MemberView, Pull, Registered, Reported, at_once
-from kvwire.errors import ChunkSizeNotNegotiated, InvalidArgument, TooManyItems
+from kvwire.coordinator.steps import at_once
+from kvwire.coordinator.views import Batch, FleetConfig, MemberView, Pull, Registered, Reported
+from kvwire.errors import ChunkSizeNotNegotiated, InvalidArgument, TokensInvalid, TooManyItems
 from kvwire.keys import chunk_keys, root
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = ["MAX_EVENTS", "Batch", "Fleet", "FleetConfig", "MemberView", "Pull", 
 MAX_EVENTS: Final = 10_000
 SLICE_EVENTS: Final = 1000
 """Entries that are applied at once: a few milliseconds, in which everybody else waits."""
+SLICE_TOKEN_BYTES: Final = 4 << 20
 
 
 @dataclass(slots=True, eq=False)
@@ -256,8 +258,28 @@ class Fleet:
 
     def keys_of(self, namespace: Namespace, tokens: bytes) -> list[bytes]:
         """By the fleet's chunk size. Raises ChunkSizeNotNegotiated, TokensInvalid, InvalidArgument."""
+        return at_once(self.keys_steps(namespace, tokens))
+
+    def keys_steps(self, namespace: Namespace, tokens: bytes) -> Generator[None, None, list[bytes]]:
+        """As `keys_of`, in slices."""
         chunk_size = self._require_chunk_size()
-        return chunk_keys(root(namespace, chunk_size), tokens, chunk_size)
+        chunk_root = root(namespace, chunk_size)
+        slice_chunks = max(1, SLICE_TOKEN_BYTES // (4 * chunk_size))
+        size = 4 * chunk_size * slice_chunks
+        if len(tokens) <= size:
+            return chunk_keys(chunk_root, tokens, chunk_size)
+        if len(tokens) % 4:
+            raise TokensInvalid(
+                f"Packed tokens have {len(tokens)} bytes, no multiple of 4.", length=len(tokens)
+            )
+        view, keys = memoryview(tokens), list[bytes]()
+        for start in range(0, len(tokens), size):
+            before = keys[-1] if keys else None
+            keys += chunk_keys(
+                chunk_root, view[start : start + size], chunk_size, start_key=before, first_chunk=len(keys)
+            )
+            yield
+        return keys
 
     def match_blend(
         self, namespace: Namespace, tokens: bytes

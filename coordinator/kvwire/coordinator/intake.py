@@ -18,6 +18,7 @@ from google.protobuf.message import DecodeError
 from kvwire.coordinator.apply import ACCESS, CLEAR, DELETE, STORE
 from kvwire.coordinator.convert import ADMISSIONS
 from kvwire.coordinator.messages import Admission
+from kvwire.coordinator.steps import in_slices
 from kvwire.errors import InvalidArgument
 from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import event_pb2
@@ -58,12 +59,18 @@ class IntakeStats:
 
 
 class Intake:
-    """`tell` is given each batch that counts; it returns whether anybody listens, and must not block."""
+    """`tell` is given each batch, made when somebody listens; `incomplete` is called after a gap."""
 
-    def __init__(self, fleet: Fleet, tell: Callable[[Callable[[], Taken]], None]) -> None:
+    def __init__(
+        self,
+        fleet: Fleet,
+        tell: Callable[[Callable[[], Taken]], None],
+        incomplete: Callable[[], None] = lambda: None,
+    ) -> None:
         self.stats = IntakeStats()
         self._fleet = fleet
         self._tell = tell
+        self._incomplete = incomplete
         self._turn = asyncio.Lock()
         self._lags: dict[str, float] = {}
 
@@ -87,7 +94,7 @@ class Intake:
         """Run what must not mix with batches, slice by slice."""
         async with self._turn:
             await asyncio.sleep(0)
-            return await _sliced(steps)
+            return await in_slices(steps)
 
     def lag(self, server_id: str) -> float | None:
         """Seconds, of the server's last batch."""
@@ -102,8 +109,10 @@ class Intake:
         self._lags.pop(server_id, None)
 
     async def _take(self, batch: event_pb2.CacheEventBatch, source: Source) -> pb.ReportEventsResponse:
-        reported = await _sliced(self._fleet.report_steps(batch, time.monotonic()))
+        reported = await in_slices(self._fleet.report_steps(batch, time.monotonic()))
         self._note(batch, reported, source)
+        if reported.admission is Admission.GAP:
+            self._incomplete()
         return pb.ReportEventsResponse(
             sequence=reported.sequence,
             admission=ADMISSIONS[reported.admission],
@@ -143,15 +152,3 @@ def _lag(batch: event_pb2.CacheEventBatch) -> float | None:
         return None
     created = batch.created_at
     return max(time.time() - created.seconds - created.nanos / 1e9, 0.0)
-
-
-async def _sliced(steps: Generator[None, None, T]) -> T:
-    try:
-        while True:
-            next(steps)
-            await asyncio.sleep(0)
-    except StopIteration as stop:
-        done: T = stop.value
-        return done
-    finally:
-        steps.close()

@@ -112,6 +112,9 @@ class Members:
             self._drop(server_id)
         return silent
 
+    def __len__(self) -> int:
+        return len(self._members)
+
     def get(self, server_id: str) -> Member | None:
         return self._members.get(server_id)
 

@@ -8,7 +8,6 @@ from kvwire.coordinator.service import OPEN_STREAMS
 from kvwire.serving.metrics import Metric, RpcMetrics, gauge, program_registry
 
 if TYPE_CHECKING:
-
     from prometheus_client import CollectorRegistry
 
     from kvwire.coordinator.core import Core

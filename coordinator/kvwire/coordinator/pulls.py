@@ -36,6 +36,7 @@ class Pulls:
         self._link = _Link(core.config)
         self._running: set[asyncio.Task[None]] = set()
         self._places = asyncio.Semaphore(AT_ONCE)
+        self._problems: dict[str, str] = {}
 
     def start_due(self) -> None:
         """Begin the pulls that are due now."""
@@ -59,14 +60,27 @@ class Pulls:
                 try:
                     async with asyncio.timeout(core.config.snapshot_timeout * MAX_PAGES_S):
                         if await self._fetch(pull, address):
-                            core.tell_changes()
+                            self._done(pull)
                             return
                     problems.append(f"{address}: its answer was of another run or position")
                 except Exception as error:  # noqa: BLE001 - whatever a server or a wire does, others are not to suffer
                     problems.append(f"{address}: {_text(error)}")
-        log.warning("snapshot of %s failed: %s", pull.server_id, "; ".join(problems) or "it has no address")
         core.fleet.fail_pull(pull, core.now())
         core.tell_changes()
+        self._failed(pull, "; ".join(problems) or "it has no address")
+
+    def _done(self, pull: Pull) -> None:
+        self._core.tell_changes()
+        if self._problems.pop(pull.server_id, ""):
+            log.info("snapshot of %s is in", pull.server_id)
+
+    def _failed(self, pull: Pull, problem: str) -> None:
+        """It is tried again and again: each problem is told once."""
+        members = self._core.fleet.members
+        self._problems = {name: told for name, told in self._problems.items() if members.get(name)}
+        if members.get(pull.server_id) and self._problems.get(pull.server_id) != problem:
+            self._problems[pull.server_id] = problem
+            log.warning("snapshot of %s failed, trying again: %s", pull.server_id, problem)
 
     async def _fetch(self, pull: Pull, address: str) -> bool:
         core = self._core

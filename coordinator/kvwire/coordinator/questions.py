@@ -6,6 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Final
 
 from kvwire.coordinator import convert
+from kvwire.coordinator.steps import in_slices
 from kvwire.errors import InvalidArgument, MessageTooLarge, NotImplementedYet
 from kvwire.keys import TOKEN_BYTES
 from kvwire.v1 import coordinator_service_pb2 as pb
@@ -13,12 +14,9 @@ from kvwire.v1 import placement_pb2
 
 if TYPE_CHECKING:
     from kvwire.coordinator.core import Core
-    from kvwire.keys import Namespace
 
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
-SLICE_BYTES: Final = 4 << 20
-"""Tokens that are hashed at once: some milliseconds."""
 SLICE_KEYS: Final = 2048
 
 
@@ -66,10 +64,16 @@ class Questions:
         size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
         now = self._core.now()
         page = self._fleet.directory.page(after, size)
-        return pb.ListChunksResponse(
-            chunks=[convert.chunk(key, placements, now) for key, placements in page],
-            next_page_token=page[-1][0].hex() if len(page) == size else "",
-        )
+        reply = pb.ListChunksResponse()
+        room = self._core.config.max_message // 2
+        for key, placements in page:
+            reply.chunks.append(convert.chunk(key, placements, now))
+            room -= reply.chunks[-1].ByteSize()
+            if room < 0:
+                break
+        if len(page) == size or room < 0:
+            reply.next_page_token = reply.chunks[-1].chunk_key.hex()
+        return reply
 
     async def _keys(self, request: pb.LocateChunksRequest) -> list[bytes]:
         which = request.WhichOneof("prompt")
@@ -79,16 +83,13 @@ class Questions:
             convert.check_count("chunk_keys", len(request.chunk_keys.keys), self._core.config.max_keys)
             return list(request.chunk_keys.keys)
         self._check_chunks(len(request.tokens))
-        return await self._hashed(convert.namespace(request.namespace), request.tokens)
+        return await in_slices(self._fleet.keys_steps(convert.namespace(request.namespace), request.tokens))
 
     def _check_chunks(self, token_bytes: int) -> None:
         chunk_size = self._fleet.members.chunk_size
         if chunk_size:
             chunks = token_bytes // TOKEN_BYTES // chunk_size
             convert.check_count("chunks of tokens", chunks, self._core.config.max_keys)
-
-    async def _hashed(self, namespace: Namespace, tokens: bytes) -> list[bytes]:
-        return self._fleet.keys_of(namespace, tokens)
 
     def _prefixes(self, prefixes: tuple[tuple[str, int], ...]) -> list[pb.ServerPrefix]:
         members = self._fleet.members

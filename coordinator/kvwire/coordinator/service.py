@@ -9,7 +9,7 @@ import grpc
 
 from kvwire.coordinator import convert
 from kvwire.coordinator.questions import Questions
-from kvwire.errors import Draining, NotImplementedYet
+from kvwire.errors import Draining, NotImplementedYet, Overloaded
 from kvwire.serving.version import server_version
 from kvwire.v1 import admin_service_pb2_grpc, coordinator_service_pb2_grpc
 from kvwire.v1 import coordinator_service_pb2 as pb
@@ -30,6 +30,7 @@ UNLIMITED: Final = OPEN_STREAMS | {
     "GetDirectoryStats",
 }
 """Calls that are never refused for load: those that the fleet lives by, and cheap ones."""
+MAX_MEMBERS: Final = 10_000
 
 
 class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServiceServicer):
@@ -43,7 +44,9 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServiceServicer
     ) -> pb.RegisterServerResponse:
         core = self._core
         _refuse_new(core)
-        done = self._fleet.register(convert.server_info(request.server), core.now())
+        info = convert.server_info(request.server)
+        _check_room(core, info.server_id)
+        done = self._fleet.register(info, core.now())
         core.tell_changes()
         core.pulls_due.set()
         return pb.RegisterServerResponse(
@@ -93,10 +96,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServiceServicer
         with core.ending_at_stop():
             try:
                 async for raw in request_iterator:
-                    reply = await core.intake.take_raw(raw)
-                    if reply.admission == pb.EVENT_ADMISSION_GAP:
-                        core.pulls_due.set()
-                    yield reply
+                    yield await core.intake.take_raw(raw)
             except asyncio.CancelledError:
                 task = asyncio.current_task()
                 if not core.stopping.is_set() or task is None:
@@ -193,6 +193,16 @@ class _RawReports:
             known.stream_stream, bytes, known.response_serializer
         )
         self._server.add_registered_method_handlers(service, handlers)
+
+
+def _check_room(core: Core, server_id: str) -> None:
+    members = core.fleet.members
+    if len(members) >= MAX_MEMBERS and members.get(server_id) is None:
+        raise Overloaded(
+            f"The fleet has {MAX_MEMBERS} members, and more are not allowed.",
+            in_flight=len(members),
+            allowed=MAX_MEMBERS,
+        )
 
 
 def _refuse_new(core: Core) -> None:

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 from kvwire.coordinator.apply import Applied
 from kvwire.coordinator.messages import NO_USAGE
 
 if TYPE_CHECKING:
-    from collections.abc import Generator, Sequence
+    from collections.abc import Sequence
 
     from kvwire.coordinator.apply import Event
     from kvwire.coordinator.messages import Admission, Reporting, ServerInfo, Usage
-
-T = TypeVar("T")
 
 
 class Batch(Protocol):
@@ -86,13 +84,3 @@ class Pull:
     incarnation: bytes
     addresses: tuple[str, ...]
     number: int
-
-
-def at_once(steps: Generator[None, None, T]) -> T:
-    """Run without letting anybody in between."""
-    while True:
-        try:
-            next(steps)
-        except StopIteration as stop:
-            done: T = stop.value
-            return done
