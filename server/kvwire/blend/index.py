@@ -3,7 +3,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 import numpy as np
 
@@ -19,8 +19,7 @@ ENTRY_BYTES: Final = 560
 _UNKNOWN: Final = -1
 
 
-@dataclass(frozen=True, slots=True)
-class BlendChunk:
+class BlendChunk(NamedTuple):
     """A stored chunk with its tokens (packed). `parent_key` is empty for a first chunk and when unknown."""
 
     key: bytes
@@ -97,6 +96,7 @@ class BlendIndex:
         fingerprints = self._hash.of_chunks(b"".join([chunk.tokens for chunk in new]))
         for chunk, fingerprint in zip(new, fingerprints, strict=True):
             self._put(chunk, fingerprint)
+        self._mark(fingerprints)
 
     def remove(self, key: bytes) -> bool:
         entry = self._entries.pop(key, None)
@@ -182,15 +182,17 @@ class BlendIndex:
         return False
 
     def _put(self, chunk: BlendChunk, fingerprint: int) -> None:
-        self.remove(chunk.key)
+        if chunk.key in self._entries:
+            self.remove(chunk.key)
         while len(self._entries) >= self._max_entries:
             self.remove(next(iter(self._entries)))
-        space = self._spaces.setdefault(chunk.root, _Space(chunk.root))
+        space = self._spaces.get(chunk.root)
+        if space is None:
+            space = self._spaces[chunk.root] = _Space(chunk.root)
         self._entries[chunk.key] = _Entry(
             space, chunk.parent_key, chunk.tokens, fingerprint, self._known_position(chunk)
         )
         space.keys.setdefault(fingerprint, []).append(chunk.key)
-        self._mark(fingerprint)
 
     def _known_position(self, chunk: BlendChunk) -> int:
         # An empty parent means the first chunk or not known. The first chunk's key is made from the root.
@@ -201,10 +203,10 @@ class BlendIndex:
             return _UNKNOWN
         return parent.position + self.chunk_size
 
-    def _mark(self, fingerprint: int) -> None:
+    def _mark(self, fingerprints: list[int]) -> None:
         # Marks are never taken back one by one, since two chunks may share one: they are made anew instead.
-        self._marked += 1
-        self._marks[fingerprint & int(self._mask)] = 1
+        self._marked += len(fingerprints)
+        self._marks[np.array(fingerprints, dtype=np.uint64) & self._mask] = 1
         if self._marked > 2 * self._max_entries:
             self._marks[:] = 0
             known = np.fromiter((entry.fingerprint for entry in self._entries.values()), dtype=np.uint64)

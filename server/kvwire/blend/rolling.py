@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _BASE: Final = 0x9E3779B97F4A7C15
 _MIX: Final = np.uint64(0xBF58476D1CE4E5B9)
 _SHIFT: Final = np.uint64(31)
+_BLOCK_BYTES: Final = 32 << 10
 
 
 class RollingHash:
@@ -33,9 +34,16 @@ class RollingHash:
 
     def of_chunks(self, packed: bytes) -> list[int]:
         """The fingerprint of every whole window, one behind the other."""
-        count = len(packed) // (4 * self.window)
-        words = _mixed(packed[: count * 4 * self.window]).reshape(count, self.window)
-        fingerprints: list[int] = (words * self._powers[: self.window]).sum(axis=1, dtype=np.uint64).tolist()
+        chunk = 4 * self.window
+        # As many at a time as stay in the processor's cache.
+        step = max(1, _BLOCK_BYTES // chunk) * chunk
+        end = len(packed) // chunk * chunk
+        powers = self._powers[: self.window]
+        fingerprints: list[int] = []
+        for start in range(0, end, step):
+            words = _mixed(packed[start : min(start + step, end)]).reshape(-1, self.window)
+            words *= powers
+            fingerprints += words.sum(axis=1, dtype=np.uint64).tolist()
         return fingerprints
 
     def of_windows(self, packed: bytes) -> Words:
