@@ -39,6 +39,7 @@ ELSEWHERE = {
     "SERVER_NOT_REGISTERED": "of the coordinator, which this program is not",
     "INCARNATION_STALE": "of the coordinator, which this program is not",
     "FLEET_MIXED": "of the coordinator, which this program is not",
+    "STATE_UNAVAILABLE": "test_pinning",
 }
 
 

@@ -281,6 +281,13 @@ class FleetMixed(KvwireError):
     code = "FAILED_PRECONDITION"
 
 
+class StateUnavailable(KvwireError):
+    """Nothing can be persisted: no state folder, or it cannot be written. Metadata `folder`, `cause`."""
+
+    reason = "STATE_UNAVAILABLE"
+    code = "FAILED_PRECONDITION"
+
+
 class ConfigError(KvwireError):
     """A setting has a value that does not work. The text names the setting. Never crosses the wire."""
 

@@ -136,7 +136,12 @@ class AdminServiceServicer(object):
         it is acknowledged.
 
         Errors:
+        INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
         RESOURCE_EXHAUSTED (OUT_OF_SPACE): pinning would leave no room.
+        RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on pins.
+        FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+        FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+        is bound.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -145,7 +150,11 @@ class AdminServiceServicer(object):
     def Unpin(self, request, context):
         """Unpin ends pins. Chunks that are not pinned are no error.
 
-        Errors: there are no method-specific errors.
+        Errors:
+        INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+        FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+        FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+        is bound.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -156,6 +165,8 @@ class AdminServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+        RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
+        FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

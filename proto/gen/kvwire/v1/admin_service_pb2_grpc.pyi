@@ -62,18 +62,29 @@ class AdminServiceStub:
     it is acknowledged.
 
     Errors:
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
       RESOURCE_EXHAUSTED (OUT_OF_SPACE): pinning would leave no room.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on pins.
+      FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+      is bound.
     """
     Unpin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.UnpinRequest, _admin_service_pb2.UnpinResponse]
     """Unpin ends pins. Chunks that are not pinned are no error.
 
-    Errors: there are no method-specific errors.
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+      FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+      is bound.
     """
     SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]
     """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
     Errors:
       INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
+      FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
     """
     GetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetQuotaRequest, _admin_service_pb2.GetQuotaResponse]
     """GetQuota tells limits and use.
@@ -127,18 +138,29 @@ class AdminServiceAsyncStub(AdminServiceStub):
     it is acknowledged.
 
     Errors:
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
       RESOURCE_EXHAUSTED (OUT_OF_SPACE): pinning would leave no room.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on pins.
+      FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+      is bound.
     """
     Unpin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.UnpinRequest, _admin_service_pb2.UnpinResponse]  # type: ignore[assignment]
     """Unpin ends pins. Chunks that are not pinned are no error.
 
-    Errors: there are no method-specific errors.
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+      FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+      is bound.
     """
     SetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
     """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
     Errors:
       INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
+      FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
     """
     GetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetQuotaRequest, _admin_service_pb2.GetQuotaResponse]  # type: ignore[assignment]
     """GetQuota tells limits and use.
@@ -219,7 +241,12 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         it is acknowledged.
 
         Errors:
+          INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
           RESOURCE_EXHAUSTED (OUT_OF_SPACE): pinning would leave no room.
+          RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on pins.
+          FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+          FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+          is bound.
         """
 
     @_abc_1.abstractmethod
@@ -230,7 +257,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.UnpinResponse, _abc.Awaitable[_admin_service_pb2.UnpinResponse]]:
         """Unpin ends pins. Chunks that are not pinned are no error.
 
-        Errors: there are no method-specific errors.
+        Errors:
+          INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+          FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
+          FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+          is bound.
         """
 
     @_abc_1.abstractmethod
@@ -243,6 +274,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+          RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
+          FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
         """
 
     @_abc_1.abstractmethod

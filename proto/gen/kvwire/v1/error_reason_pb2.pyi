@@ -163,6 +163,10 @@ class _ErrorReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ErrorReas
     """The server does not fit the fleet (FAILED_PRECONDITION).
     Metadata: chunk_size, fleet_chunk_size, digest, fleet_digest.
     """
+    ERROR_REASON_STATE_UNAVAILABLE: _ErrorReason.ValueType  # 37
+    """Nothing can be persisted: there is no state folder, or it cannot be written
+    (FAILED_PRECONDITION). Nothing has changed. Metadata: folder, cause.
+    """
 
 class ErrorReason(_ErrorReason, metaclass=_ErrorReasonEnumTypeWrapper):
     """ErrorReason lists every value of google.rpc.ErrorInfo.reason in the domain "kvwire".
@@ -312,6 +316,10 @@ Metadata: server_id.
 ERROR_REASON_FLEET_MIXED: ErrorReason.ValueType  # 36
 """The server does not fit the fleet (FAILED_PRECONDITION).
 Metadata: chunk_size, fleet_chunk_size, digest, fleet_digest.
+"""
+ERROR_REASON_STATE_UNAVAILABLE: ErrorReason.ValueType  # 37
+"""Nothing can be persisted: there is no state folder, or it cannot be written
+(FAILED_PRECONDITION). Nothing has changed. Metadata: folder, cause.
 """
 Global___ErrorReason: _TypeAlias = ErrorReason  # noqa: Y015
 
