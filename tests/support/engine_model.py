@@ -128,6 +128,9 @@ class EngineModel:
         self.sessions: dict[tuple[str, str], list[bytes]] = {}
         self.versions: dict[tuple[str, str], int] = {}
         self.lookups: list[PendingLookup] = []
+        self.pinned: set[bytes] = set()
+        # Objects that a pin was seen to hold.
+        self.kept: set[tuple[bytes, int]] = set()
         self.root = root_of(NAMESPACE, CHUNK)
         for engine_id, path in (("a", "shm"), ("b", "ucx-local")):
             self.join(engine_id, "scheduler", 0, path)
@@ -326,6 +329,35 @@ class EngineModel:
                     data = self.arena[stored.offset : stored.offset + OBJECT_BYTES]
                     assert data == self.committed[chunk.key, rank, group]
 
+    def what_is_pinned_stays(self) -> None:
+        store = self.domain.engine.store
+        kept = {
+            (chunk.key, shard)
+            for chunk in store.chunks()
+            if chunk.kept
+            for shard in range(WORLD * GROUPS)
+            if chunk.mask >> shard & 1
+        }
+        assert self.kept <= kept
+        self.kept = kept
+        pins = store.key_pins
+        assert pins.keys == self.pinned
+        # What is being written when the limit is reached is kept, too.
+        assert pins.bytes <= pins.limit + WORLD * GROUPS * MAX_CHUNKS * OBJECT_BYTES
+        resident = {chunk.key for chunk in store.chunks() if chunk.key in self.pinned}
+        assert resident - {key for key, _ in kept} <= {
+            chunk.key for chunk in store.chunks() if not chunk.mask or chunk.key in pins.over
+        }
+
+    def pin(self, keys: list[bytes]) -> None:
+        self.domain.engine.store.pin_keys(keys)
+        self.pinned |= set(keys)
+
+    def unpin(self, keys: list[bytes]) -> None:
+        self.domain.engine.store.unpin_keys(keys)
+        self.pinned -= set(keys)
+        self.kept = {name for name in self.kept if name[0] in self.pinned}
+
     def readers_see_their_bytes(self) -> None:
         for read in self.reads:
             if read.live or read.sending:
@@ -366,7 +398,10 @@ class EngineModel:
         assert not any(status.leases[kind] for kind in LeaseKind)
         assert (status.waiting_leases, status.sessions, status.registrations) == (0, 0, ())
         assert status.l1.quarantined_bytes == status.l1.reserved_bytes == 0
-        assert status.l1.used_bytes == status.l1.resident_bytes == status.l1.evictable_bytes
+        assert status.l1.used_bytes == status.l1.resident_bytes
+        assert status.l1.evictable_bytes == status.l1.resident_bytes - engine.store.key_pins.bytes
+        self.unpin(list(self.pinned))
         engine.evict_to(0.0, max_chunks=1000)
         assert engine.store.allocator.used == 0
+        assert engine.store.key_pins.bytes == engine.store.key_pins.chunks == 0
         assert len(engine.store) == 0

@@ -54,6 +54,8 @@ class L1Status:
     evictable_bytes: int
     chunks: int
     objects: int
+    pinned_chunks: int = 0
+    pinned_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +130,8 @@ def l1_status(store: L1Store) -> L1Status:
         evictable_bytes=store.evictable_bytes,
         chunks=len(store),
         objects=store.resident_objects,
+        pinned_chunks=store.key_pins.chunks,
+        pinned_bytes=store.key_pins.bytes,
     )
 
 

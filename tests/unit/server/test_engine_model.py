@@ -294,6 +294,15 @@ class EngineMachine(EngineModel, RuleBasedStateMachine):
     def evict(self, fraction: float) -> None:
         self.domain.engine.evict_to(fraction)
 
+    @rule(seed=st.integers(0, 3), first=st.integers(0, MAX_CHUNKS), count=st.integers(1, MAX_CHUNKS))
+    def pin_a_prompt(self, seed: int, first: int, count: int) -> None:
+        """An operator does, by keys, whether they are there or not."""
+        self.pin(self.keys(seed, MAX_CHUNKS)[first : first + count])
+
+    @rule(seed=st.integers(0, 3), first=st.integers(0, MAX_CHUNKS))
+    def unpin_a_prompt(self, seed: int, first: int) -> None:
+        self.unpin(self.keys(seed, MAX_CHUNKS)[first:])
+
     @precondition(lambda self: self.domain.engine.store.resident_objects)
     @rule(index=INDEX)
     def clear(self, index: int) -> None:
@@ -305,6 +314,7 @@ class EngineMachine(EngineModel, RuleBasedStateMachine):
         if hasattr(self, "domain"):
             self.accounts_agree()
             self.what_is_resident_is_what_was_committed()
+            self.what_is_pinned_stays()
             self.readers_see_their_bytes()
             self.what_is_leased_stays()
             self.memory_in_use_is_not_handed_out()

@@ -19,6 +19,7 @@ def check_store(store: L1Store) -> None:
         _check_chunk(store, chunk)
         _check_links(store, chunk)
     _check_bytes(store, chunks)
+    _check_pinned(store, chunks)
     _check_overlap(chunks)
     store.policy.check_integrity(chunks)
     for parent_key, children in store.tree.waiting().items():
@@ -78,7 +79,7 @@ def _check_bytes(store: L1Store, chunks: list[Chunk]) -> None:
     ensure(store.reserved_bytes == reserved, "reserved bytes drifted")
     used = resident + reserved + store.quarantined_bytes
     ensure(store.allocator.used == used, "resident, reserved and quarantined bytes are not what is in use")
-    idle = sum(chunk.size for chunk in chunks if not chunk.pins)
+    idle = sum(chunk.size for chunk in chunks if chunk.idle)
     ensure(store.evictable_bytes == idle, "evictable bytes drifted")
     objects = sum(stored.state is ObjectState.RESIDENT for stored in present)
     ensure(store.resident_objects == objects, "object count drifted")
@@ -87,6 +88,16 @@ def _check_bytes(store: L1Store, chunks: list[Chunk]) -> None:
         own = [chunk for chunk in chunks if chunk.space is space]
         ensure(space.chunks == len(own), "chunks of a namespace drifted")
         ensure(space.resident_bytes == sum(chunk.size for chunk in own), "bytes of a namespace drifted")
+
+
+def _check_pinned(store: L1Store, chunks: list[Chunk]) -> None:
+    pins, kept = store.key_pins, [chunk for chunk in chunks if chunk.kept]
+    ensure(all(chunk.key in pins.keys for chunk in kept), "a chunk is kept that is not pinned")
+    ensure(
+        (pins.chunks, pins.bytes) == (len(kept), sum(chunk.size for chunk in kept)), "pinned bytes drifted"
+    )
+    missing = {chunk.key for chunk in chunks if chunk.key in pins.keys and not chunk.kept}
+    ensure(missing <= set(pins.over) <= pins.keys, "a pinned chunk is not kept, and nobody knows it")
 
 
 def _check_overlap(chunks: list[Chunk]) -> None:

@@ -6,6 +6,7 @@ from kvwire.server.store.boundary import Hit, last_boundary
 from kvwire.server.store.events import RemovedChunk, StoredChunk
 from kvwire.server.store.integrity import check_store
 from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
+from kvwire.server.store.pins import PINNED_SHARE, KeyPins
 from kvwire.server.store.tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class L1Store:
         self.policy = policy
         self.listener = listener
         self.tree = PrefixTree(policy)
+        self.key_pins = KeyPins(int(allocator.capacity * PINNED_SHARE))
         self.resident_bytes = 0
         self.reserved_bytes = 0
         self.quarantined_bytes = 0
@@ -69,7 +71,7 @@ class L1Store:
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
-            if not chunk.pins:
+            if chunk.idle:
                 self.evictable_bytes -= chunk.size
             chunk.pins += 1
 
@@ -78,6 +80,28 @@ class L1Store:
             chunk.pins -= 1
             if not chunk.pins:
                 self._became_idle(chunk)
+
+    def pin_keys(self, keys: Iterable[bytes]) -> None:
+        """Keep the chunks of these keys from now on, present or stored later, as far as there is room."""
+        pins = self.key_pins
+        for key in keys:
+            pins.keys.add(key)
+            chunk = self._index.get(key)
+            if chunk is not None and not chunk.kept:
+                self._keep_if_pinned(chunk)
+
+    def unpin_keys(self, keys: Iterable[bytes]) -> None:
+        pins = self.key_pins
+        for key in keys:
+            pins.keys.discard(key)
+            pins.over.pop(key, None)
+            chunk = self._index.get(key)
+            if chunk is not None and chunk.kept:
+                pins.let_go(chunk)
+                if not chunk.pins:
+                    self._became_evictable(chunk)
+        for key in list(pins.over):
+            self.pin_keys((key,))
 
     def refresh(self, chain: Sequence[Chunk | None]) -> int:
         """Renew the recency of a chain, head first (None: not there yet). Returns its earliest stamp.
@@ -137,6 +161,7 @@ class L1Store:
             return None
         if chunk is None:
             chunk = self.tree.add(key, parent_key, space, stamp)
+            self._keep_if_pinned(chunk)
         extent = self.allocator.rounded(size)
         stored = StoredObject(chunk, shard, offset, size, extent, lease_id)
         chunk.shards[shard] = stored
@@ -153,6 +178,7 @@ class L1Store:
         stored.checksum = checksum
         chunk.mask |= 1 << stored.shard
         chunk.size += stored.extent
+        self.key_pins.resized(chunk, stored.extent)
         self.reserved_bytes -= stored.extent
         self.resident_bytes += stored.extent
         self.resident_objects += 1
@@ -212,7 +238,8 @@ class L1Store:
             self._gone(chunk, evicted=False)
         self._note_gap(chunk)
         if not chunk.pins:
-            self.evictable_bytes -= chunk.size
+            if not chunk.kept:
+                self.evictable_bytes -= chunk.size
             self._became_idle(chunk)
 
     def evict_to(self, used_bytes: int, max_chunks: int = _EVERYTHING) -> int:
@@ -227,9 +254,9 @@ class L1Store:
         return before - self.allocator.used
 
     def clear(self, base_root: bytes | None = None) -> tuple[int, int]:
-        """Drop every chunk (of one base namespace) without pins. Returns (chunks dropped, chunks kept)."""
+        """Drop every chunk (of one base namespace) that is idle. Returns (chunks dropped, chunks kept)."""
         chosen = [chunk for chunk in self._index.values() if base_root in (None, chunk.space.base_root)]
-        idle = [chunk for chunk in chosen if not chunk.pins]
+        idle = [chunk for chunk in chosen if chunk.idle]
         everything = len(idle) == len(self._index)
         for chunk in idle:
             # One event says it all when nothing is left.
@@ -265,7 +292,7 @@ class L1Store:
 
     def _victim(self, protect: int) -> Chunk | None:
         for chunk in self.tree.unreachable.values():
-            if not chunk.pins and chunk.stamp < protect:
+            if chunk.idle and chunk.stamp < protect:
                 return chunk
         return self.policy.victim(protect) or self._inner_victim(protect)
 
@@ -273,13 +300,14 @@ class L1Store:
         # Every leaf is pinned: a head whose tail is in use goes only when the pool has nothing else.
         if not self.evictable_bytes:
             return None
-        idle = [chunk for chunk in self._index.values() if not chunk.pins and chunk.stamp < protect]
+        idle = [chunk for chunk in self._index.values() if chunk.idle and chunk.stamp < protect]
         return min(idle, key=lambda chunk: chunk.stamp, default=None)
 
     def _remove(self, chunk: Chunk, *, evicted: bool) -> None:
         self._gone(chunk, evicted=evicted)
         self.policy.removed(chunk, evicted=evicted)
-        self.evictable_bytes -= chunk.size
+        if not chunk.kept:
+            self.evictable_bytes -= chunk.size
         if evicted:
             self.evicted_chunks += 1
             self.evicted_bytes += chunk.size
@@ -289,7 +317,7 @@ class L1Store:
                 self.resident_objects -= 1
                 self._free_resident(stored)
         chunk.mask = 0
-        self.tree.remove(chunk)
+        self._forget(chunk)
 
     def _became_idle(self, chunk: Chunk) -> None:
         for stored in chunk.dropped:
@@ -297,15 +325,30 @@ class L1Store:
             self.policy.resized(chunk, -stored.extent)
         chunk.dropped = ()
         if not chunk.size:
-            self.tree.remove(chunk)
-            return
+            self._forget(chunk)
+        elif not chunk.kept:
+            self._became_evictable(chunk)
+
+    def _became_evictable(self, chunk: Chunk) -> None:
         self.evictable_bytes += chunk.size
-        if not chunk.children:
+        if chunk.is_evictable_leaf:
             self.policy.offer(chunk)
+
+    def _keep_if_pinned(self, chunk: Chunk) -> None:
+        if self.key_pins.wants(chunk):
+            if chunk.idle:
+                self.evictable_bytes -= chunk.size
+            self.key_pins.hold(chunk)
+
+    def _forget(self, chunk: Chunk) -> None:
+        if chunk.kept:
+            self.key_pins.let_go(chunk)
+        self.tree.remove(chunk)
 
     def _free_resident(self, stored: StoredObject) -> None:
         stored.state = ObjectState.FREED
         stored.chunk.size -= stored.extent
+        self.key_pins.resized(stored.chunk, -stored.extent)
         stored.chunk.space.resident_bytes -= stored.extent
         self.resident_bytes -= stored.extent
         self.allocator.free(stored.offset)

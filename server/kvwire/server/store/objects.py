@@ -60,8 +60,9 @@ class StoredObject:
 class Chunk:
     """A chunk of the index: it exists as long as one of its shards is reserved or resident.
 
-    `pins` counts the leases that hold it (each reserved object counts as one); only a chunk without pins is
-    ever evicted. `mask` has the bits of resident shards, `size` the bytes of those and of `dropped` ones.
+    `pins` counts the leases that hold it (each reserved object counts as one), `kept` says that an operator's
+    pin does; only an `idle` chunk is ever evicted. `mask` has the bits of resident shards, `size` the bytes
+    of those and of `dropped` ones.
     """
 
     key: bytes
@@ -80,14 +81,20 @@ class Chunk:
     queued: bool = False
     # A write failed and left other shards alone: nothing can resume behind this chunk.
     broken: bool = False
+    # An operator has pinned it.
+    kept: bool = False
     # The listener was told that it is stored.
     announced: bool = False
     # Objects that were discarded while a lease may still read them.
     dropped: tuple[StoredObject, ...] = ()
 
     @property
+    def idle(self) -> bool:
+        return not self.pins and not self.kept
+
+    @property
     def is_evictable_leaf(self) -> bool:
-        return self.size > 0 and self.pins == 0 and not self.children
+        return self.size > 0 and self.pins == 0 and not self.kept and not self.children
 
     @property
     def is_complete(self) -> bool:
