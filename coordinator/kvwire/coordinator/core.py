@@ -50,6 +50,7 @@ class Core:
         self.fleet = Fleet(_fleet_config(config))
         self.events = EventWatchers(config.max_watchers)
         self.pulls_due = asyncio.Event()
+        self.failed_pulls = 0
         self.intake = Intake(self.fleet, self.events.tell, self.pulls_due.set)
         self.servers = ServerWatchers(self.member, config.max_watchers)
         self.sources: tuple[str, ...] = ("rpc",)

@@ -65,6 +65,7 @@ class Pulls:
                     problems.append(f"{address}: its answer was of another run or position")
                 except Exception as error:  # noqa: BLE001 - whatever a server or a wire does, others are not to suffer
                     problems.append(f"{address}: {_text(error)}")
+        core.failed_pulls += 1
         core.fleet.fail_pull(pull, core.now())
         core.tell_changes()
         self._failed(pull, "; ".join(problems) or "it has no address")
