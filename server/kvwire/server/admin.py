@@ -9,6 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from kvwire.errors import InvalidArgument
 from kvwire.server import convert
+from kvwire.server.pinning import selected_keys
 from kvwire.server.unserved import not_served
 from kvwire.serving.version import server_version
 from kvwire.v1 import admin_service_pb2 as admin
@@ -103,13 +104,29 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         log.info("cleared %d chunks, kept %d", cleared, kept)
         return admin.ClearResponse(header=core.header, cleared_chunks=cleared, kept_chunks=kept)
 
+    async def Pin(self, request: admin.PinRequest, context: Any) -> admin.PinResponse:
+        core = self._core
+        pinned = await core.pinning.pin(await self._selected(request.selector))
+        log.info("pinned %d chunks", pinned)
+        return admin.PinResponse(header=core.header, pinned_chunks=pinned)
+
+    async def Unpin(self, request: admin.UnpinRequest, context: Any) -> admin.UnpinResponse:
+        core = self._core
+        unpinned = await core.pinning.unpin(await self._selected(request.selector))
+        log.info("unpinned %d chunks", unpinned)
+        return admin.UnpinResponse(header=core.header, unpinned_chunks=unpinned)
+
     ListObjects: Any = not_served("ListObjects")
-    Pin: Any = not_served("Pin")
-    Unpin: Any = not_served("Unpin")
     SetQuota: Any = not_served("SetQuota")
     GetQuota: Any = not_served("GetQuota")
     Prefetch: Any = not_served("Prefetch")
     Evict: Any = not_served("Evict")
+
+    async def _selected(self, selector: admin.PromptSelector) -> tuple[bytes, ...]:
+        core = self._core
+        # Keys need no chunk size.
+        chunk_size = core.binding.require() if selector.WhichOneof("prompt") == "tokens" else 0
+        return await selected_keys(selector, chunk_size, core.config)
 
     def _chunk_size(self) -> admin.ChunkSizeStatus:
         binding = self._core.binding.status()

@@ -21,6 +21,7 @@ from kvwire.server.eventlog import EventLog, StoreEvents
 from kvwire.server.leases import MAX_LEASE_ID
 from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
+from kvwire.server.pinning import Pinning
 from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
 from kvwire.server.state import EngineConfig
@@ -159,6 +160,12 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
     events = EventLog()
     allocator = BackedAllocator(arena)
     store = L1Store(allocator, policy, StoreEvents(events))
+    try:
+        pinning = Pinning(store, config.state)
+    except BaseException:
+        arena.unlink()
+        arena.close()
+        raise
 
     def session_started() -> None:
         binding.session_started()
@@ -182,6 +189,7 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         supervisor=Supervisor(on_task_death),
         sealer=Sealer(arena.view, engine.set_checksum),
         server_id=config.server_id or socket.gethostname(),
+        pinning=pinning,
     )
 
 

@@ -38,6 +38,7 @@ class ServerConfig:
     )
     http: str = setting("HOST:PORT of /metrics and /healthz over HTTP. Empty: off.", "")
     server_id: str = setting("Name of this server, stable over restarts. Empty: the host's name.", "")
+    state: str = setting("Folder that keeps this server's own pins over a restart. Empty: none.", "")
 
     tls_cert: str = setting("PEM file with the server's certificate chain; turns TLS on.", "")
     tls_key: str = setting("PEM file with the server's private key.", "")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from kvwire.server.engine import CacheEngine
     from kvwire.server.eventlog import EventLog
     from kvwire.server.messages import EndedLease
+    from kvwire.server.pinning import Pinning
     from kvwire.server.sealing import Sealer
     from kvwire.server.store import ObjectRef
     from kvwire.serving.guard import Guard
@@ -47,6 +48,7 @@ class Core:
         supervisor: Supervisor,
         sealer: Sealer,
         server_id: str,
+        pinning: Pinning,
     ) -> None:
         self.config = config
         self.allocator = allocator
@@ -59,6 +61,7 @@ class Core:
         self.supervisor = supervisor
         self.sealer = sealer
         self.server_id = server_id
+        self.pinning = pinning
         self.incarnation = incarnation
         self.header = cache.ResponseHeader(incarnation=self.incarnation)
         self.started_at = time.time()
@@ -141,6 +144,7 @@ class Core:
         self.settle()
         if self._cancelling:
             await asyncio.wait(self._cancelling, timeout=2.0)
+        await self.pinning.close()
         await self.plane.close()
 
     def _free_dead_owners(self) -> None:
