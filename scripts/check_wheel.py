@@ -20,7 +20,8 @@ LIBRARY = ("v1", "errors", "keys", "transfer", "telemetry", "client")
 # Runs inside the fresh environment. Modules of optional parts may miss their extra, and nothing else.
 IMPORT_ALL = """
 import importlib, pkgutil, sys
-OPTIONAL = {"torch", "vllm", "ucxx", "transformers", "gguf", "accelerate", "matplotlib", "opentelemetry"}
+OPTIONAL = {"torch", "vllm", "ucxx", "transformers", "gguf", "accelerate", "matplotlib", "opentelemetry",
+            "confluent_kafka"}
 imported, without = 0, []
 def fail(name):
     raise
