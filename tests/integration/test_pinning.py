@@ -84,7 +84,7 @@ class FakeCoordinator:
         self.asked = 0
         self.away = False
 
-    async def GetIntents(self, request, timeout):
+    async def GetIntents(self, request, timeout):  # noqa: ASYNC109
         self.asked += 1
         if self.away:
             raise grpc.aio.AioRpcError(grpc.StatusCode.UNAVAILABLE, grpc.aio.Metadata(), grpc.aio.Metadata())

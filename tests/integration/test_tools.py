@@ -42,7 +42,7 @@ NOT_SERVED = {
     *(f"kvwire.v1.PeerService/{name}" for name in SERVICES["kvwire.v1.PeerService"].methods_by_name),
     *(
         f"kvwire.v1.AdminService/{name}"
-        for name in ("ListObjects", "Pin", "Unpin", "SetQuota", "GetQuota", "Prefetch", "Evict")
+        for name in ("ListObjects", "SetQuota", "GetQuota", "Prefetch", "Evict")
     ),
 }
 

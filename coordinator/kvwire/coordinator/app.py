@@ -11,13 +11,13 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvwire.coordinator import upkeep
+from kvwire.coordinator.admin import AdminService
 from kvwire.coordinator.core import Core
 from kvwire.coordinator.metrics import coordinator_registry
 from kvwire.coordinator.pulls import Pulls
 from kvwire.coordinator.service import (
     OPEN_STREAMS,
     UNLIMITED,
-    AdminService,
     CoordinatorService,
     add_to_server,
 )
@@ -52,7 +52,7 @@ class Coordinator:
         guard = Guard(config.max_in_flight, UNLIMITED, observe=self._rpcs)
         self.core = Core(config, guard, Supervisor(self._on_task_death))
         self._pulls = Pulls(self.core)
-        self._parts = optional_parts(self.core)
+        self._parts = [self.core.intentions, *optional_parts(self.core)]
         self._health = health.aio.HealthServicer()
         self._http = HttpServer(self._routes())
         self.http_address = ""
@@ -115,7 +115,11 @@ class Coordinator:
             interceptors.append(BearerAuth(self._token))
         server = grpc.aio.server(interceptors=interceptors, options=listen.grpc_options(config.max_message))
         guard.add(server, add_to_server, CoordinatorService(self.core))
-        guard.add(server, admin_service_pb2_grpc.add_AdminServiceServicer_to_server, AdminService())
+        guard.add(
+            server,
+            admin_service_pb2_grpc.add_AdminServiceServicer_to_server,
+            AdminService(self.core, self.core.intentions),
+        )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
             add_reflection(server, (*SERVICES, health.SERVICE_NAME))

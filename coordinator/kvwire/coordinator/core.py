@@ -10,6 +10,7 @@ import time
 from typing import TYPE_CHECKING, Any, Protocol
 
 from kvwire.coordinator import convert
+from kvwire.coordinator.admin import Intentions
 from kvwire.coordinator.fleet import Fleet, FleetConfig
 from kvwire.coordinator.intake import Intake
 from kvwire.coordinator.messages import Reporting
@@ -56,6 +57,7 @@ class Core:
         self.sources: tuple[str, ...] = ("rpc",)
         self.checkpoint = "off"
         self.intent_revision = 0
+        self.intentions = Intentions(self)
         self._reporting: set[asyncio.Task[Any]] = set()
 
     @staticmethod

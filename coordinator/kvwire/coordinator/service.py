@@ -9,13 +9,13 @@ import grpc
 
 from kvwire.coordinator import convert
 from kvwire.coordinator.questions import Questions
-from kvwire.errors import Draining, NotImplementedYet, Overloaded
+from kvwire.errors import Draining, Overloaded
 from kvwire.serving.version import server_version
-from kvwire.v1 import admin_service_pb2_grpc, coordinator_service_pb2_grpc
 from kvwire.v1 import coordinator_service_pb2 as pb
+from kvwire.v1 import coordinator_service_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator
 
     from kvwire.coordinator.core import Core
 
@@ -120,7 +120,7 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServiceServicer
         return self._core.events.follow(request.server_id)
 
     async def GetIntents(self, request: pb.GetIntentsRequest, context: Any) -> pb.GetIntentsResponse:
-        return pb.GetIntentsResponse(revision=self._core.intent_revision)
+        return self._core.intentions.all()
 
     async def GetDirectoryStats(
         self, request: pb.GetDirectoryStatsRequest, context: Any
@@ -150,28 +150,6 @@ class CoordinatorService(coordinator_service_pb2_grpc.CoordinatorServiceServicer
             sources=core.sources,
             checkpoint=core.checkpoint,
         )
-
-
-def not_served(method: str) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    async def answer(_self: Any, _request: Any, _context: Any) -> Any:
-        raise NotImplementedYet(f"A coordinator does not serve {method}.", method=method)
-
-    return answer
-
-
-class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
-    """What operators want of every server. The rest of the service is a cache server's."""
-
-    GetStatus: Any = not_served("GetStatus")
-    ListSessions: Any = not_served("ListSessions")
-    ListObjects: Any = not_served("ListObjects")
-    Clear: Any = not_served("Clear")
-    Pin: Any = not_served("Pin")
-    Unpin: Any = not_served("Unpin")
-    SetQuota: Any = not_served("SetQuota")
-    GetQuota: Any = not_served("GetQuota")
-    Prefetch: Any = not_served("Prefetch")
-    Evict: Any = not_served("Evict")
 
 
 def add_to_server(servicer: CoordinatorService, server: Any) -> None:
