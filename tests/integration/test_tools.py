@@ -34,6 +34,8 @@ REFUSED = {
     "EndRetrieve": "NOT_REGISTERED",
     "ReadChunks": "NOT_REGISTERED",
     "EndSession": "NOT_REGISTERED",
+    "Pin": "INVALID_FIELD",
+    "Unpin": "INVALID_FIELD",
 }
 STREAMS = {"SubscribeKvEvents"}
 """It stays open until it is cut off, as is seen elsewhere."""

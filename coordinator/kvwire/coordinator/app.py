@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from http import HTTPStatus
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import grpc
@@ -12,7 +13,9 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from kvwire.coordinator import upkeep
 from kvwire.coordinator.admin import AdminService
+from kvwire.coordinator.checkpoint import FILE_NAME
 from kvwire.coordinator.core import Core
+from kvwire.coordinator.keeping import Checkpoints
 from kvwire.coordinator.metrics import coordinator_registry
 from kvwire.coordinator.pulls import Pulls
 from kvwire.coordinator.service import (
@@ -153,4 +156,8 @@ class Coordinator:
 
 def optional_parts(core: Core) -> list[Part]:
     """By the settings, in the order of their start: what is kept, then where events come from."""
-    return []
+    config = core.config
+    parts: list[Part] = []
+    if config.state and config.checkpoint_interval:
+        parts.append(Checkpoints(core, Path(config.state) / FILE_NAME, config.checkpoint_interval))
+    return parts

@@ -17,7 +17,7 @@ from kvwire.coordinator.messages import Reporting
 from kvwire.coordinator.watching import EventWatchers, ServerWatchers
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from kvwire.coordinator.config import CoordinatorConfig
     from kvwire.serving.guard import Guard
@@ -56,6 +56,9 @@ class Core:
         self.servers = ServerWatchers(self.member, config.max_watchers)
         self.sources: tuple[str, ...] = ("rpc",)
         self.checkpoint = "off"
+        # What a source of events keeps with the checkpoint, by its name, and what it has kept.
+        self.kept: dict[str, Callable[[], Any]] = {}
+        self.restored_extra: dict[str, Any] = {}
         self.intent_revision = 0
         self.intentions = Intentions(self)
         self._reporting: set[asyncio.Task[Any]] = set()

@@ -115,6 +115,21 @@ class KeyDirectory:
         self._holdings.pop(server_id, None)
         return fenced
 
+    def known(self, server_id: str) -> Holdings | None:
+        return self._holdings.get(server_id)
+
+    @property
+    def table(self) -> PlacementTable:
+        """To be read only."""
+        return self._table
+
+    def live_place(self, slot_number: int) -> tuple[str, bytes, int, str] | None:
+        """Server, incarnation, tier and backend of the rows of a slot; None: they are no placements."""
+        if slot_number >= len(self._slots) or not self._slots[slot_number].alive:
+            return None
+        slot = self._slots[slot_number]
+        return slot.holdings.server_id, slot.incarnation, slot.place.tier, slot.place.backend
+
     def servers(self) -> list[Holdings]:
         return list(self._holdings.values())
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.blend import BlendHit, BlendIndex
 from kvwire.coordinator.apply import Applied, Applier
+from kvwire.coordinator.archive import Restored
 from kvwire.coordinator.directory import KeyDirectory
 from kvwire.coordinator.gate import EventGate, FeedState, GateStats
 from kvwire.coordinator.incarnations import Incarnations
@@ -47,15 +48,16 @@ class Fleet:
 
     def __init__(self, config: FleetConfig | None = None) -> None:
         self.config = config or FleetConfig()
-        incarnations = Incarnations()
-        self.members = Members(incarnations, self.config.expires_after)
-        self.gate = EventGate(incarnations, self.config.max_kept_events)
+        self.incarnations = Incarnations()
+        self.members = Members(self.incarnations, self.config.expires_after)
+        self.gate = EventGate(self.incarnations, self.config.max_kept_events)
         self.directory = KeyDirectory()
         self.blend: BlendIndex | None = None
         self._plain = Applier(self.directory)
         self._applier = self._plain
         self._watched: dict[str, _Watched] = {}
         self._lost_at: dict[str, float] = {}
+        self.restored = Restored(0.0)
 
     # Members.
 
@@ -64,17 +66,35 @@ class Fleet:
         joined = self.members.register(info, now)
         server_id = info.server_id
         if joined.new:
-            self.directory.fence(server_id, (Tier.L1,))
-            self.directory.set_incarnation(server_id, info.incarnation)
-            self._lost_at.pop(server_id, None)
-            self._watched[server_id] = _Watched(Arrivals(now), pull_at=now)
-            # It may have told something before it was a member here, and what its last run had told of L2
-            # when it ended may not have arrived.
-            self.gate.open(server_id, info.incarnation)
+            self._open(info, now)
         self._watched[server_id].arrivals.heard(now)
         self._apply_terms()
         feed = self._feed(server_id)
         return Registered(feed.seen + 1, joined.member.sharing_problem)
+
+    def _open(self, info: ServerInfo, now: float) -> None:
+        server_id = info.server_id
+        self._lost_at.pop(server_id, None)
+        self._watched[server_id] = _Watched(Arrivals(now), pull_at=now)
+        saved = self.restored.servers.pop(server_id, None)
+        if saved is not None and saved.incarnation == info.incarnation and saved.applied is not None:
+            # The run that the checkpoint is of: should it have told more since, that is seen to be missing.
+            self.gate.resume(server_id, info.incarnation, saved.applied)
+            return
+        if saved is None or saved.incarnation != info.incarnation:
+            self.directory.fence(server_id, (Tier.L1,))
+        self.directory.set_incarnation(server_id, info.incarnation)
+        # It may have told something before it was a member here, and what its last run had told of L2
+        # when it ended may not have arrived.
+        self.gate.open(server_id, info.incarnation)
+
+    def lost_for(self, server_id: str, now: float) -> float | None:
+        """Seconds since a server was dropped of which something is still listed; None: it was not."""
+        at = self._lost_at.get(server_id)
+        return None if at is None else now - at
+
+    def note_lost(self, server_id: str, at: float) -> None:
+        self._lost_at[server_id] = at
 
     def heartbeat(
         self,
@@ -102,6 +122,11 @@ class Fleet:
         for server_id in self.members.expire(now):
             self._leave(server_id)
             self._lose(server_id, now)
+        if now - self.restored.at > self.config.expires_after:
+            # Those that did not come back after a restart are lost like those that fell silent.
+            for server_id in self.restored.servers:
+                self._lose(server_id, now)
+            self.restored.servers.clear()
         for server_id in [name for name, at in self._lost_at.items() if now - at > self.config.keep_l2]:
             del self._lost_at[server_id]
             self.directory.forget(server_id)

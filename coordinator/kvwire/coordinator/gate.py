@@ -56,6 +56,10 @@ class Feed:
     kept: list[tuple[int, Any]] = field(default_factory=list)
     kept_events: int = 0
 
+    @property
+    def streaming(self) -> bool:
+        return self.state is FeedState.STREAMING
+
 
 class EventGate:
     """`kept` batches are whatever the caller handed in: the gate looks at sequences and sizes only."""
@@ -71,6 +75,12 @@ class EventGate:
     def open(self, server_id: str, incarnation: bytes) -> Feed:
         """Take events of this run from now on. Some may have been missed, so a snapshot is wanted."""
         feed = self._feeds[server_id] = Feed(server_id, incarnation)
+        return feed
+
+    def resume(self, server_id: str, incarnation: bytes, applied: int) -> Feed:
+        """Go on from a position: everything up to it is in the directory."""
+        feed = Feed(server_id, incarnation, FeedState.STREAMING, applied, applied)
+        self._feeds[server_id] = feed
         return feed
 
     def close(self, server_id: str) -> None:

@@ -30,6 +30,10 @@ class Incarnations:
             return Standing.UNKNOWN
         return Standing.CURRENT if runs[-1] == incarnation else Standing.SUPERSEDED
 
+    def runs(self, server_id: str) -> tuple[bytes, ...]:
+        """Those that are remembered, newest last."""
+        return tuple(self._runs.get(server_id, ()))
+
     def note(self, server_id: str, incarnation: bytes) -> None:
         """This run is the newest one."""
         runs = self._runs.setdefault(server_id, deque(maxlen=_REMEMBERED_RUNS))
