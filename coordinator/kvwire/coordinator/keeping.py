@@ -35,7 +35,7 @@ _LENGTH: Final = struct.Struct("<I")
 
 
 class Checkpoints:
-    """Reads once at the start, writes every interval and at a graceful stop. It never fails the coordinator."""
+    """Reads once at the start, writes every interval and at a graceful stop."""
 
     def __init__(self, core: Core, path: Path, interval: float) -> None:
         self._core = core
@@ -43,6 +43,7 @@ class Checkpoints:
         self._interval = interval
         self._written: Any = None
         self._failing = False
+        self._writing: asyncio.Task[bool] | None = None
 
     async def start(self) -> None:
         self._core.checkpoint, self._core.restored_extra = load(
@@ -51,10 +52,17 @@ class Checkpoints:
         self._core.supervisor.start("checkpoint", self._run())
 
     async def stop(self) -> None:
+        if self._writing is not None:
+            # Two at once would meet in the temporary file.
+            await self._writing
         await self.write()
 
     async def write(self) -> bool:
         """False: nothing has changed, or it could not be written, which is said once."""
+        self._writing = asyncio.create_task(self._write())
+        return await asyncio.shield(self._writing)
+
+    async def _write(self) -> bool:
         core, writer = self._core, None
         head = await core.intake.in_turn(self._head())
         state = self._state(head)
