@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 
+import pytest
+
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, event_pb2
 from kvwire.v1 import coordinator_service_pb2 as pb
@@ -101,3 +103,26 @@ def test_bl_40_a_killed_coordinator_finds_everything_again(tmp_path):
             server.send(stub, server.register(stub))
         assert listed(stub) == 100
         assert stub.GetIntents(pb.GetIntentsRequest()).pinned_keys
+
+
+def test_a_second_coordinator_on_the_folder_is_refused_and_harms_nothing(tmp_path):
+    flags = (f"--state={tmp_path / 'state'}", "--checkpoint-interval=0.1")
+    with coordinator_process(tmp_path, *flags, stop=False) as coordinator:
+        stub = coordinator.stub()
+        server = Reporter("a")
+        server.register(stub)
+        server.report(stub, KEYS, 1)
+        eventually(
+            lambda: (
+                (tmp_path / "state/checkpoint").exists()
+                and (tmp_path / "state/checkpoint").stat().st_size > 5600
+            )
+        )
+        second = tmp_path / "second"
+        second.mkdir()
+        with (
+            pytest.raises(AssertionError, match="in use by another process"),
+            coordinator_process(second, *flags),
+        ):
+            pass
+        assert (tmp_path / "state/checkpoint").stat().st_size > 5600

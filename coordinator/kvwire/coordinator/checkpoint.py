@@ -5,10 +5,10 @@ counts them. Blend entries are not in it: they come again with snapshots and eve
 the file, the coordinator begins without it.
 
 How it is consistent: the positions of the feeds (and of Kafka) are those of one moment, before the rows,
-while no batch is half applied. Rows may be younger. All that happened after that moment is told again, in order, by
-the server, by Kafka, or by a snapshot if neither has it any more; and what happened to a key last wins, a
-DELETE too, whether the row was written before it or after. A key that moved past the writer was stored after
-that moment.
+while no batch is half applied. Rows may be younger. All that happened after that moment is told again, in
+order, by the server, by Kafka, or by a snapshot if neither has it any more; and what happened to a key last
+wins, a DELETE too, whether the row was written before it or after. A key that moved past the writer was
+stored after that moment.
 """
 
 from __future__ import annotations

@@ -44,14 +44,19 @@ class Checkpoints:
         self._written: Any = None
         self._failing = False
         self._writing: asyncio.Task[bool] | None = None
+        self._started = False
 
     async def start(self) -> None:
         self._core.checkpoint, self._core.restored_extra = load(
             self._core.fleet, self._path, self._core.now()
         )
+        self._started = True
         self._core.supervisor.start("checkpoint", self._run())
 
     async def stop(self) -> None:
+        if not self._started:
+            # The folder may be another process's, and the file is not what is known here.
+            return
         if self._writing is not None:
             # Two at once would meet in the temporary file.
             await self._writing
