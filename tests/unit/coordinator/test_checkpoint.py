@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import random
+import subprocess
+import sys
 
 import pytest
 
@@ -186,3 +188,31 @@ def test_a_writer_that_does_not_finish_leaves_the_former_file(tmp_path):
     assert load(Fleet(), path, 0.0)[0] == "loaded"
     writer.abandon()
     assert load(Fleet(), path, 0.0)[0] == "loaded"
+
+
+VICTIM = """
+import sys
+from pathlib import Path
+from kvwire.coordinator.checkpoint import ROWS, CheckpointWriter
+from kvwire.coordinator.keeping import encode_head
+
+while True:
+    writer = CheckpointWriter(Path(sys.argv[1]))
+    writer.head(encode_head([], 0.0, {"filled": "x" * 200000}))
+    writer.finish()
+    print("written", flush=True)
+"""
+
+
+def test_killed_while_it_writes_the_former_one_stays(tmp_path):
+    path = tmp_path / FILE_NAME
+    for writes in (1, 3, 8):
+        victim = subprocess.Popen(
+            [sys.executable, "-c", VICTIM, str(path)], stdout=subprocess.PIPE, text=True
+        )
+        for _ in range(writes):
+            assert victim.stdout.readline() == "written\n"
+        victim.kill()
+        victim.stdout.close()
+        victim.wait(10)
+        assert load(Fleet(), path, 0.0)[0] == "loaded"
