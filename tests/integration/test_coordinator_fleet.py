@@ -8,8 +8,9 @@ import pytest
 from kvwire.client.status import from_rpc_error
 from kvwire.errors import IncarnationStale, ServerNotRegistered
 from kvwire.v1 import coordinator_service_pb2 as pb
+from kvwire.v1 import event_pb2
 from support.coordinator_process import FAST, coordinator_process
-from support.fleet_member import Member, store
+from support.fleet_member import Member, gone, store
 from support.waiting import eventually
 
 CURRENT, LAGGING, RESYNCING, SILENT = range(1, 5)
@@ -82,6 +83,66 @@ def test_a_newer_run_fences_and_the_old_one_has_no_say(coordinator, short_tmp):
         assert isinstance(error_of(a.register), IncarnationStale)
         a.run = 2
         whole(a)
+
+
+def test_bl_37_a_late_batch_brings_nothing_back(coordinator, short_tmp):
+    with Member(coordinator, "a", short_tmp) as a:
+        a.register()
+        whole(a)
+        a.tell(store("a"))
+        a.hang = True
+        late = a.batch(store("m"))
+        last = a.batch(gone("m"))
+        assert a.send(last).admission == pb.EVENT_ADMISSION_GAP
+        for again in (late, last):
+            assert a.send(again).admission == pb.EVENT_ADMISSION_DUPLICATE
+            assert a.holders("m") == []
+        a.tell(store("b"))
+        assert a.me().reporting == RESYNCING
+        a.held = [store("a"), store("b"), store("c")]
+        a.sequence = 12
+        a.hang = False
+        whole(a)
+        assert a.me().applied_sequence == 12
+        gaps = a.stub.GetDirectoryStats(pb.GetDirectoryStatsRequest()).gaps
+        assert a.tell(store("d")).admission == pb.EVENT_ADMISSION_ADMITTED
+        assert a.stub.GetDirectoryStats(pb.GetDirectoryStatsRequest()).gaps == gaps
+        assert [a.holders(name) for name in "mabcd"] == [[], *[[("a", 1)]] * 4]
+
+
+def test_bl_41_each_entry_of_a_batch_is_for_itself(coordinator, short_tmp):
+    with Member(coordinator, "a", short_tmp) as a, Member(coordinator, "b", short_tmp) as b:
+        for each in (a, b):
+            each.register()
+            whole(each)
+            each.tell(store(2), store(3))
+        assert a.tell(gone("unknown"), gone(2), gone(3)).admission == pb.EVENT_ADMISSION_ADMITTED
+        assert (a.holders(2), a.holders(3)) == ([("b", 1)], [("b", 1)])
+        assert a.tell().admission == pb.EVENT_ADMISSION_ADMITTED
+        a.tell(store(4), gone(4), gone(5), store(5))
+        assert (a.holders(4), a.holders(5)) == ([], [("a", 1)])
+        for first in range(0, 50_000, 10_000):
+            b.tell(*[store(("b", n)) for n in range(first, first + 10_000)])
+        b.stub.DeregisterServer(pb.DeregisterServerRequest(server_id="b", incarnation=b.incarnation))
+        a.beat()
+        assert a.register().sharing
+        assert (a.holders(2), a.holders(("b", 1)), a.holders(5)) == ([], [], [("a", 1)])
+
+
+def test_bl_38_clear_and_leave_with_batches_on_their_way(coordinator, short_tmp):
+    with Member(coordinator, "a", short_tmp) as a, Member(coordinator, "b", short_tmp) as b:
+        for each in (a, b):
+            each.register()
+            whole(each)
+            each.tell(*[store(n) for n in range(20)])
+        a.tell(event_pb2.CacheEvent(kind=4, tier=1))
+        assert a.holders(1) == [("b", 1)]
+        queued = [b.batch(store(("late", n))) for n in range(100)]
+        b.stub.DeregisterServer(pb.DeregisterServerRequest(server_id="b", incarnation=b.incarnation))
+        for batch in queued:
+            assert isinstance(error_of(lambda batch=batch: b.send(batch)), ServerNotRegistered)
+        stats = a.stub.GetDirectoryStats(pb.GetDirectoryStatsRequest())
+        assert (stats.placements, stats.refused_batches) == (0, 100)
 
 
 def test_bl_38_who_left_is_not_brought_back_by_what_was_on_its_way(coordinator, short_tmp):

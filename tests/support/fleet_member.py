@@ -23,6 +23,10 @@ def store(name: object, tier: int = 1, size: int = 100, **more) -> event_pb2.Cac
     )
 
 
+def gone(name: object, tier: int = 1) -> event_pb2.CacheEvent:
+    return event_pb2.CacheEvent(kind=3, chunk_key=key(name), tier=tier, backend="memory")
+
+
 class Member(peer_service_pb2_grpc.PeerServiceServicer):
     """`held` is what its snapshot tells. `hang`: it takes the call and never answers."""
 
