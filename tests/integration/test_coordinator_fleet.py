@@ -7,8 +7,9 @@ import pytest
 
 from kvwire.client.status import from_rpc_error
 from kvwire.errors import IncarnationStale, ServerNotRegistered
+from kvwire.keys import Namespace, chunk_keys, pack_tokens, root
 from kvwire.v1 import coordinator_service_pb2 as pb
-from kvwire.v1 import event_pb2
+from kvwire.v1 import event_pb2, namespace_pb2
 from support.coordinator_process import FAST, coordinator_process
 from support.fleet_member import Member, gone, store
 from support.waiting import eventually
@@ -250,3 +251,31 @@ def test_a_mixed_fleet_is_shown_and_kept_apart(coordinator, short_tmp):
         )
         assert [each.server_id for each in found.servers] == ["a"]
         assert found.servers[0].addresses == [a.address]
+
+
+def test_chunks_are_found_at_other_positions_and_by_tokens(short_tmp):
+    model = namespace_pb2.Namespace(model="m")
+    space = root(Namespace(model="m"), 4)
+    old = pack_tokens(range(100, 108))
+    first, second = chunk_keys(space, old, 4)
+    events = [
+        store("unused", tokens=old[:16], namespace_root=space),
+        store("unused", tokens=old[16:], namespace_root=space, parent_key=first),
+    ]
+    events[0].chunk_key, events[1].chunk_key = first, second
+    with (
+        coordinator_process(short_tmp, "--enable-blend-lookup", *FAST) as coordinator,
+        Member(coordinator, "a", short_tmp) as a,
+    ):
+        # Tokens come with snapshots, too.
+        a.held = events
+        a.register()
+        whole(a)
+        prompt = pack_tokens([1, 2, 3, *range(104, 108), 4])
+        (match,) = a.stub.MatchBlend(pb.MatchBlendRequest(namespace=model, tokens=prompt)).matches
+        assert (match.chunk_key, match.cached_position, match.prompt_position) == (second, 4, 3)
+        assert match.placements[0].server_id == "a"
+        found = a.stub.LocateChunks(pb.LocateChunksRequest(namespace=model, tokens=old + prompt))
+        assert (found.asked_chunks, found.combined_prefix_chunks) == (4, 2)
+        a.tell(event_pb2.CacheEvent(kind=3, chunk_key=second, tier=1, backend="memory"))
+        assert not a.stub.MatchBlend(pb.MatchBlendRequest(namespace=model, tokens=prompt)).matches
