@@ -24,6 +24,7 @@ from kvwire.coordinator.service import (
     CoordinatorService,
     add_to_server,
 )
+from kvwire.coordinator.sources.kafka import KafkaSource
 from kvwire.serving import listen
 from kvwire.serving.guard import BearerAuth, Guard
 from kvwire.serving.http import HttpServer, Response, server_routes
@@ -160,4 +161,6 @@ def optional_parts(core: Core) -> list[Part]:
     parts: list[Part] = []
     if config.state and config.checkpoint_interval:
         parts.append(Checkpoints(core, Path(config.state) / FILE_NAME, config.checkpoint_interval))
+    if config.kafka:
+        parts.append(KafkaSource(core))
     return parts
