@@ -1,0 +1,1 @@
+"""`kvwire bench coordinator`: a real coordinator process under simulated cache servers."""
