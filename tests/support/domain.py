@@ -74,6 +74,9 @@ class Events:
     def on_cleared(self) -> None:
         self.log.append("cleared")
 
+    def on_used(self, chunks) -> None:
+        pass
+
     @property
     def stored(self) -> list[bytes]:
         return [event.key for event in self.log if isinstance(event, StoredChunk)]

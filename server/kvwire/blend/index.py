@@ -90,6 +90,11 @@ class BlendIndex:
     def __contains__(self, key: bytes) -> bool:
         return key in self._entries
 
+    def tokens_of(self, key: bytes) -> bytes:
+        """Packed; empty for a chunk that is not known."""
+        entry = self._entries.get(key)
+        return entry.tokens if entry is not None else b""
+
     def add(self, chunks: Sequence[BlendChunk]) -> None:
         """Chunks of another length are left out: they belong to servers with another chunk size."""
         new = [chunk for chunk in chunks if self._is_new(chunk)]

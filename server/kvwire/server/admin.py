@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
     from kvwire.keys import Namespace
     from kvwire.server.core import Core
+    from kvwire.server.journal import Journal
     from kvwire.server.layout import KvLayout
+    from kvwire.server.membership import LinkState
     from kvwire.server.messages import LeaseKind
     from kvwire.server.refusals import Refusal
     from kvwire.server.status import EngineCounters, EngineStatus, L1Status, RegistrationStatus
@@ -68,6 +70,8 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             ],
             draining=core.guard.draining,
             refused=[_refused(each, core.now()) for each in core.refusals.recent()],
+            coordinators=[_link(state, arrived, core.now()) for state, arrived in core.fleet.states()],
+            events=_journal(core.journal),
         )
 
     async def ListSessions(
@@ -246,4 +250,28 @@ def _counters(counters: EngineCounters) -> admin.CacheCounters:
             )
             for path in paths
         ],
+    )
+
+
+def _link(state: LinkState, arrived: int, now: float) -> admin.CoordinatorLink:
+    answered = state.answered_at
+    return admin.CoordinatorLink(
+        address=state.address,
+        registered=state.registered,
+        problem=state.problem,
+        sharing_problem=state.sharing_problem,
+        heartbeat_age=convert.duration(now - answered) if answered is not None else None,
+        reporting=state.reporting,
+        acknowledged_sequence=arrived,
+    )
+
+
+def _journal(journal: Journal | None) -> admin.JournalStatus | None:
+    if journal is None:
+        return None
+    return admin.JournalStatus(
+        closed_sequence=journal.closed_sequence,
+        held_batches=journal.held_batches,
+        held_bytes=journal.held_bytes,
+        dropped_batches=journal.dropped_batches,
     )

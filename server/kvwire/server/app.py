@@ -14,19 +14,21 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from kvwire.server.admin import AdminService
 from kvwire.server.arena import BackedAllocator, grow_ahead, make_arena
 from kvwire.server.binding import Binder, ChunkSizeBinding
+from kvwire.server.blending import Blending, LocalMatcher
 from kvwire.server.core import Core
 from kvwire.server.dataplane.paths import make_plane
 from kvwire.server.engine import CacheEngine
 from kvwire.server.eventlog import EventLog, StoreEvents
+from kvwire.server.fleet import FleetLinks, JournalWriter, make_journal
 from kvwire.server.leases import MAX_LEASE_ID
 from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
+from kvwire.server.peer import PeerService
 from kvwire.server.pinning import Pinning
 from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
 from kvwire.server.state import EngineConfig
-from kvwire.server.store import L1Store, make_policy
-from kvwire.server.unserved import PeerService
+from kvwire.server.store import L1Store, Listeners, make_policy
 from kvwire.serving import listen
 from kvwire.serving.guard import BearerAuth, Guard
 from kvwire.serving.http import HttpServer, server_routes
@@ -40,6 +42,7 @@ from kvwire.v1 import admin_service_pb2_grpc, cache_service_pb2_grpc, peer_servi
 
 if TYPE_CHECKING:
     from kvwire.server.config import ServerConfig
+    from kvwire.server.store import StoreListener
 
 log = logging.getLogger("kvwire.server")
 
@@ -60,6 +63,7 @@ class CacheServer:
         self.core.guard.observe = self._rpcs
         self._http = HttpServer(server_routes(self._registry(), self._problem))
         self.http_address = ""
+        self.core.fleet = FleetLinks(self.core)
         self._grpc = self._make_grpc()
 
     async def start(self) -> None:
@@ -74,6 +78,7 @@ class CacheServer:
         self.core.supervisor.start("sweep", every(self.config.sweep_interval, self.core.sweep))
         self.core.supervisor.start("seal", self.core.sealer.run())
         self.core.supervisor.start("grow", grow_ahead(self.core.allocator))
+        self.core.fleet.start()
         await self._set_health(serving=True)
 
     async def stop(self, grace: float | None = None) -> None:
@@ -84,6 +89,7 @@ class CacheServer:
         core.events.close()
         await self._set_health(serving=False)
         await core.guard.drained(self.config.drain if grace is None else grace)
+        await core.fleet.leave()
         core.clients.leave_all()
         await self._grpc.stop(0.2)
         await core.supervisor.stop()
@@ -114,7 +120,7 @@ class CacheServer:
         server = grpc.aio.server(interceptors=interceptors, options=listen.grpc_options(config.max_message))
         core.guard.add(server, cache_service_pb2_grpc.add_CacheServiceServicer_to_server, CacheService(core))
         core.guard.add(server, admin_service_pb2_grpc.add_AdminServiceServicer_to_server, AdminService(core))
-        core.guard.add(server, peer_service_pb2_grpc.add_PeerServiceServicer_to_server, PeerService())
+        core.guard.add(server, peer_service_pb2_grpc.add_PeerServiceServicer_to_server, PeerService(core))
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
         if config.reflection:
             add_reflection(server, (*SERVICES, health.SERVICE_NAME))
@@ -159,7 +165,15 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
     arena = make_arena(config, incarnation)
     events = EventLog()
     allocator = BackedAllocator(arena)
-    store = L1Store(allocator, policy, StoreEvents(events))
+    server_id = config.server_id or socket.gethostname()
+    journal = make_journal(config, server_id, incarnation)
+    matcher = LocalMatcher(config.blend_memory) if config.enable_blend_lookup else None
+    listeners: list[StoreListener] = [StoreEvents(events)]
+    if journal is not None:
+        listeners.append(JournalWriter(journal, with_tokens=config.report_tokens))
+    if matcher is not None:
+        listeners.append(matcher)
+    store = L1Store(allocator, policy, Listeners(*listeners))
     try:
         pinning = Pinning(store, config.state)
     except BaseException:
@@ -170,14 +184,20 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
     def session_started() -> None:
         binding.session_started()
 
+    def tell_fleet() -> None:
+        asyncio.get_running_loop().call_soon(core.fleet.changed)
+
     engine = CacheEngine(store, _engine_config(config), session_started)
     binders = (
         Binder("token hasher", engine.bind_chunk_size),
         Binder("session manager", engine.bind_chunk_size),
+        Binder("blend matcher", matcher.bind_chunk_size if matcher is not None else lambda _size: None),
         Binder("telemetry", lambda size: log.info("chunk size bound: %d tokens", size)),
+        # It waits for no coordinator: each is told as soon as it can be.
+        Binder("coordinator membership", lambda _size: tell_fleet()),
     )
     binding = ChunkSizeBinding(config.chunk_size, config.max_chunk_size, binders)
-    return Core(
+    core = Core(
         config=config,
         allocator=allocator,
         engine=engine,
@@ -188,9 +208,13 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         guard=Guard(config.max_in_flight, UNLIMITED, OPEN_WHILE_DRAINING),
         supervisor=Supervisor(on_task_death),
         sealer=Sealer(arena.view, engine.set_checksum),
-        server_id=config.server_id or socket.gethostname(),
+        server_id=server_id,
         pinning=pinning,
+        journal=journal,
+        matcher=matcher,
+        blending=Blending(matcher, store, server_id, incarnation) if matcher is not None else None,
     )
+    return core
 
 
 def _engine_config(config: ServerConfig) -> EngineConfig:

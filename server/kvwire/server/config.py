@@ -40,6 +40,29 @@ class ServerConfig:
     server_id: str = setting("Name of this server, stable over restarts. Empty: the host's name.", "")
     state: str = setting("Folder that keeps this server's own pins over a restart. Empty: none.", "")
 
+    coordinator: tuple[str, ...] = setting(
+        "Coordinator of the fleet that this server joins: unix:PATH or HOST:PORT. Repeatable.", ()
+    )
+    coordinator_ca: str = setting("PEM file with the CA of the coordinators' certificates; turns TLS on.", "")
+    coordinator_cert: str = setting("PEM file with the certificate shown to coordinators.", "")
+    coordinator_key: str = setting("PEM file with its private key.", "")
+    coordinator_token_file: str = setting("File whose content is sent to coordinators as bearer token.", "")
+    advertise: tuple[str, ...] = setting(
+        "Where coordinators and other servers reach this one. Empty: where it listens. Repeatable.", ()
+    )
+    report_events: str = setting("How events reach coordinators: grpc (to each one), kafka, or off.", "grpc")
+    report_tokens: bool = setting("Tell the tokens of stored chunks, for blend lookups.", True)
+    kafka: str = setting("Bootstrap servers of the Kafka that takes events, HOST:PORT,...", "")
+    kafka_topic: str = setting("Topic of the events.", "kvwire-events")
+    kafka_config: tuple[str, ...] = setting(
+        "Further setting of librdkafka, KEY=VALUE (SASL, TLS). Repeatable.", (), secret=True
+    )
+    event_interval: float = setting("How long events are collected before they are sent.", 0.02, "seconds")
+    journal_size: int = setting("Memory for events that have not arrived yet.", 64 * MIB, "bytes")
+    enable_blend_lookup: bool = setting("Find chunks at any position of a prompt (MatchBlend).", False)
+    blend_memory: int = setting("Memory of the blend index.", 256 * MIB, "bytes")
+    blend_deadline: float = setting("Longest wait for the fleet's answer to a blend lookup.", 0.05, "seconds")
+
     tls_cert: str = setting("PEM file with the server's certificate chain; turns TLS on.", "")
     tls_key: str = setting("PEM file with the server's private key.", "")
     tls_client_ca: str = setting("PEM file with the CA of client certificates; turns mTLS on.", "")
@@ -91,6 +114,15 @@ class ServerConfig:
         )
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and tls_cert belong together")
         _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
+        pair = bool(self.coordinator_cert) == bool(self.coordinator_key)
+        _check(pair, "coordinator_key", "and coordinator_cert belong together")
+        _check(self.report_events in ("grpc", "kafka", "off"), "report_events", "must be grpc, kafka or off")
+        _check(self.report_events != "kafka" or bool(self.kafka), "report_events", "kafka needs --kafka")
+        _check(bool(self.kafka_topic), "kafka_topic", "must not be empty")
+        _check(all("=" in each[1:] for each in self.kafka_config), "kafka_config", "is written KEY=VALUE")
+        _check(self.journal_size >= MIB, "journal_size", "must be at least 1MiB")
+        _check(self.blend_memory >= MIB, "blend_memory", "must be at least 1MiB")
+        _check(self.blend_deadline >= 0, "blend_deadline", "must not be negative")
         _check(0 <= self.trace_ratio <= 1, "trace_ratio", "must be from 0 to 1")
         _check(self.drain >= 0, "drain", "must not be negative")
         _check(self.idle_exit >= 0, "idle_exit", "must not be negative")
@@ -101,6 +133,7 @@ class ServerConfig:
             "session_ttl",
             "registration_ttl",
             "sweep_interval",
+            "event_interval",
         ):
             _check(getattr(self, name) > 0, name, "must be above 0")
         for name in (
@@ -113,6 +146,12 @@ class ServerConfig:
         ):
             _check(getattr(self, name) >= 1, name, "must be at least 1")
         _check(MIB + 4096 <= self.max_message < 1 << 31, "max_message", "must be from 1MiB + 4KiB to 2GiB")
+
+    @property
+    def reports_events(self) -> bool:
+        """Whether anybody wants events."""
+        wanted = self.report_events == "kafka" or bool(self.coordinator)
+        return wanted and self.report_events != "off"
 
 
 def _check(good: bool, name: str, problem: str) -> None:

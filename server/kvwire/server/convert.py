@@ -169,6 +169,11 @@ def commit_item(item: cache.CommitStoreItem) -> CommitItem:
     return CommitItem(item.lease_id, tuple(item.slots), checksums)
 
 
+def seconds(value: Duration) -> float:
+    """0 for what is not set or negative."""
+    return max(0.0, value.seconds + value.nanos / 1e9)
+
+
 def duration(seconds: float) -> Duration:
     nanos = max(0, round(seconds * 1e9))
     return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)

@@ -14,10 +14,13 @@ from kvwire.v1 import cache_service_pb2 as cache
 if TYPE_CHECKING:
     from kvwire.server.arena import BackedAllocator
     from kvwire.server.binding import ChunkSizeBinding
+    from kvwire.server.blending import Blending, LocalMatcher
     from kvwire.server.config import ServerConfig
     from kvwire.server.dataplane import DataPlane
     from kvwire.server.engine import CacheEngine
     from kvwire.server.eventlog import EventLog
+    from kvwire.server.fleet import FleetLinks
+    from kvwire.server.journal import Journal
     from kvwire.server.messages import EndedLease
     from kvwire.server.pinning import Pinning
     from kvwire.server.sealing import Sealer
@@ -49,6 +52,9 @@ class Core:
         sealer: Sealer,
         server_id: str,
         pinning: Pinning,
+        journal: Journal | None = None,
+        matcher: LocalMatcher | None = None,
+        blending: Blending | None = None,
     ) -> None:
         self.config = config
         self.allocator = allocator
@@ -62,6 +68,10 @@ class Core:
         self.sealer = sealer
         self.server_id = server_id
         self.pinning = pinning
+        self.journal = journal
+        self.matcher = matcher
+        self.blending = blending
+        self.fleet: FleetLinks
         self.incarnation = incarnation
         self.header = cache.ResponseHeader(incarnation=self.incarnation)
         self.started_at = time.time()

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Sequence
 
-    from kvwire.server.store import RemovedChunk, StoredChunk
+    from kvwire.server.store import Chunk, RemovedChunk, StoredChunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,3 +121,5 @@ class StoreEvents:
 
     def on_cleared(self) -> None:
         self._log.append("clear")
+
+    def on_used(self, chunks: Sequence[Chunk]) -> None: ...

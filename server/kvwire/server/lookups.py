@@ -137,6 +137,8 @@ class Lookups:
         state.store.pin(hit.chunks)
         state.store.refresh(hit.chunks)
         state.store.policy.hit(hit.chunks)
+        if state.store.listener is not None:
+            state.store.listener.on_used(hit.chunks)
         session.lease = LookupLease(
             lease_id,
             registration,

@@ -7,15 +7,16 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.errors import DigestUnsupported, InvalidArgument, VersionUnsupported
 from kvwire.server import convert
+from kvwire.server.blending import ask_fleet, merge, not_enabled
 from kvwire.server.core import Client
 from kvwire.server.dataplane import PathOffer, ShmGrant, UcxGrant
 from kvwire.server.limits import MAX_OFFERED, check_batch, check_count
 from kvwire.server.streams import Streams
 from kvwire.server.transfers import Transfers
-from kvwire.server.unserved import not_served
 from kvwire.serving.version import PROTOCOL_VERSIONS, server_version
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import cache_service_pb2_grpc, namespace_pb2, transfer_pb2
+from kvwire.v1 import coordinator_service_pb2 as coordinator
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -177,7 +178,23 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
     async def EndRetrieve(self, request: cache.EndRetrieveRequest, context: Any) -> cache.EndRetrieveResponse:
         return await self._transfers.end_retrieve(request)
 
-    MatchBlend: Any = not_served("MatchBlend")
+    async def MatchBlend(
+        self, request: cache.CacheServiceMatchBlendRequest, context: Any
+    ) -> cache.CacheServiceMatchBlendResponse:
+        core = self._core
+        if core.blending is None:
+            raise not_enabled()
+        namespace = convert.namespace(request.namespace)
+        core.absorb()
+        local = core.blending.local(namespace, request.tokens, core.binding.require())
+        seconds = min(convert.seconds(request.fleet_deadline), core.config.blend_deadline)
+        question = coordinator.MatchBlendRequest(namespace=request.namespace, tokens=request.tokens)
+        fleet, answer = await ask_fleet(core.fleet.stubs(), question, seconds)
+        return cache.CacheServiceMatchBlendResponse(
+            header=core.header,
+            matches=merge(local, fleet, core.server_id),
+            fleet=answer,  # type: ignore[arg-type]
+        )
 
     async def WriteChunks(
         self, request_iterator: AsyncIterator[cache.WriteChunksRequest], context: Any

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvwire.server.store.allocator import ExtentAllocator
 from kvwire.server.store.boundary import Hit
-from kvwire.server.store.events import RemovedChunk, StoredChunk, StoreListener
+from kvwire.server.store.events import Listeners, RemovedChunk, StoredChunk, StoreListener
 from kvwire.server.store.l1 import L1Store
 from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
 from kvwire.server.store.policy import POLICIES, ArcPolicy, EvictionPolicy, LruPolicy, make_policy
@@ -17,6 +17,7 @@ __all__ = [
     "ExtentAllocator",
     "Hit",
     "L1Store",
+    "Listeners",
     "LruPolicy",
     "ObjectRef",
     "ObjectState",

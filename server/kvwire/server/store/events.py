@@ -1,7 +1,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from kvwire.server.store.objects import Chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +33,38 @@ class RemovedChunk:
 
 
 class StoreListener(Protocol):
-    """Told about complete chunks only, synchronously: it must be fast and must not call back."""
+    """Told about complete chunks only, synchronously: it must be fast and must not call back.
+
+    `on_used`: a lookup has found these chunks, of which some may not be complete.
+    """
 
     def on_stored(self, event: StoredChunk) -> None: ...
 
     def on_removed(self, event: RemovedChunk) -> None: ...
 
     def on_cleared(self) -> None: ...
+
+    def on_used(self, chunks: Sequence[Chunk]) -> None: ...
+
+
+class Listeners:
+    """Several as one, told in order."""
+
+    def __init__(self, *listeners: StoreListener) -> None:
+        self._listeners = listeners
+
+    def on_stored(self, event: StoredChunk) -> None:
+        for each in self._listeners:
+            each.on_stored(event)
+
+    def on_removed(self, event: RemovedChunk) -> None:
+        for each in self._listeners:
+            each.on_removed(event)
+
+    def on_cleared(self) -> None:
+        for each in self._listeners:
+            each.on_cleared()
+
+    def on_used(self, chunks: Sequence[Chunk]) -> None:
+        for each in self._listeners:
+            each.on_used(chunks)

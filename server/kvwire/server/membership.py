@@ -1,0 +1,201 @@
+"""This server as a member of a fleet: at each coordinator for itself, and never at the cost of serving.
+
+Being a member and having one's events arrive are two facts, and fail one by one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import random
+import time
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
+
+from kvwire.client.status import from_rpc_error
+from kvwire.errors import IncarnationStale, KvwireError, ServerNotRegistered
+from kvwire.server.reporting.rpc import RpcReporter
+from kvwire.v1 import coordinator_service_pb2 as pb
+from kvwire.v1 import coordinator_service_pb2_grpc
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from kvwire.client.channel import ChannelConfig
+    from kvwire.server.intents import FleetIntents
+    from kvwire.server.journal import Reader
+
+log = logging.getLogger("kvwire.server")
+
+CALL_S: Final = 3.0
+LEAVE_S: Final = 1.0
+RETRY_S: Final = 0.2
+MAX_RETRY_S: Final = 5.0
+
+
+@dataclass(slots=True)
+class LinkState:
+    """What is known of one coordinator. `answered_at` is monotonic; None: it never answered."""
+
+    address: str
+    registered: bool = False
+    replaced: bool = False
+    problem: str = ""
+    sharing_problem: str = ""
+    answered_at: float | None = None
+    reporting: bool = False
+    interval: float = field(default=5.0, repr=False)
+
+
+class Membership:
+    """At one coordinator. `describe` gives this server as it is now, `sign` its life sign.
+
+    `reader` is None where events go another way.
+    """
+
+    def __init__(
+        self,
+        channel: ChannelConfig,
+        describe: Callable[[], pb.ServerInfo],
+        sign: Callable[[], pb.HeartbeatRequest],
+        reader: Reader | None,
+        intents: FleetIntents,
+    ) -> None:
+        self.state = LinkState(str(channel.target))
+        self.reader = reader
+        self.stub: Any = None
+        """While it is a member there."""
+        self._config = channel
+        self._describe = describe
+        self._sign = sign
+        self._intents = intents
+        self._changed = asyncio.Event()
+        self._coordinator = b""
+
+    def changed(self) -> None:
+        """What `describe` tells has changed: the coordinator is told at once."""
+        self._changed.set()
+
+    async def run(self) -> None:
+        """For ever, or until another process has taken this server's name."""
+        retry = RETRY_S
+        while not self.state.replaced:
+            joined = False
+            async with self._config.open_aio() as channel:
+                stub: Any = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
+                try:
+                    await self._register(stub)
+                    joined = True
+                    await self._stay(stub)
+                except (KvwireError, grpc.RpcError, TimeoutError) as error:
+                    self._lost(error)
+                finally:
+                    self.stub = None
+            retry = RETRY_S if joined else min(2 * retry, MAX_RETRY_S)
+            await asyncio.sleep(retry * random.uniform(0.5, 1.0))  # noqa: S311  (spreads servers, no secret)
+
+    async def leave(self) -> None:
+        """Say that this server stops. Best effort, within `LEAVE_S`."""
+        if not self.state.registered:
+            return
+        info = self._describe()
+        with contextlib.suppress(grpc.RpcError, TimeoutError):
+            async with asyncio.timeout(LEAVE_S), self._config.open_aio() as channel:
+                stub: Any = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
+                await stub.DeregisterServer(
+                    pb.DeregisterServerRequest(server_id=info.server_id, incarnation=info.incarnation),
+                    timeout=LEAVE_S,
+                )
+        self.state.registered = False
+
+    async def _register(self, stub: Any) -> None:
+        self._changed.clear()
+        request = pb.RegisterServerRequest(server=self._describe())
+        reply = await self._call("RegisterServer", stub.RegisterServer(request, timeout=CALL_S))
+        state = self.state
+        state.interval = max(0.05, reply.heartbeat_interval.ToMilliseconds() / 1000)
+        if state.sharing_problem != reply.sharing_problem and reply.sharing_problem:
+            log.warning("%s: %s", state.address, reply.sharing_problem)
+        state.sharing_problem = reply.sharing_problem
+        if not state.registered:
+            log.info("member of the fleet at %s", state.address)
+        state.registered, state.problem = True, ""
+        self.stub = stub
+        if self.reader is not None and self._coordinator != reply.coordinator_incarnation:
+            self.reader.seek(reply.next_sequence - 1 if reply.next_sequence else 0)
+        self._coordinator = reply.coordinator_incarnation
+        await self._intents.follow(stub, reply.intent_revision, reply.coordinator_incarnation)
+
+    async def _stay(self, stub: Any) -> None:
+        """Heartbeats and events side by side; the first failure ends both."""
+        tasks = {asyncio.create_task(self._beat(stub), name="kvwire-heartbeat")}
+        if self.reader is not None:
+            tasks.add(asyncio.create_task(self._report(stub, self.reader), name="kvwire-report"))
+        try:
+            done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _beat(self, stub: Any) -> None:
+        while True:
+            reply = await self._call("Heartbeat", stub.Heartbeat(self._sign(), timeout=CALL_S))
+            if reply.coordinator_incarnation != self._coordinator:
+                raise ServerNotRegistered("The coordinator was restarted.", server_id="")
+            await self._intents.follow(stub, reply.intent_revision, reply.coordinator_incarnation)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), self.state.interval)
+                await self._register(stub)
+
+    async def _report(self, stub: Any, reader: Reader) -> None:
+        """Over and over: that events cannot be told is no reason to be no member."""
+        retry = RETRY_S
+        while True:
+            self.state.reporting = True
+            try:
+                await RpcReporter(reader).run(stub)
+                problem = "the coordinator ended the stream of events"
+            except grpc.aio.AioRpcError as error:
+                told = self._typed("ReportEvents", error)
+                if isinstance(told, ServerNotRegistered | IncarnationStale):
+                    raise told from error
+                problem = f"events: {told}"
+            except TimeoutError as error:
+                problem = f"events: {error}"
+            finally:
+                self.state.reporting = False
+            self.state.problem = problem
+            log.warning("%s: %s", self.state.address, problem)
+            await asyncio.sleep(retry)
+            retry = min(2 * retry, MAX_RETRY_S)
+
+    async def _call(self, method: str, call: Any) -> Any:
+        try:
+            reply = await call
+        except grpc.aio.AioRpcError as error:
+            raise self._typed(method, error) from error
+        self.state.answered_at = time.monotonic()
+        return reply
+
+    def _typed(self, method: str, error: grpc.aio.AioRpcError) -> KvwireError:
+        return from_rpc_error(error, address=self.state.address, method=method, seconds=CALL_S)
+
+    def _lost(self, error: Exception) -> None:
+        state = self.state
+        text = str(error)
+        state.registered = False
+        if isinstance(error, IncarnationStale):
+            state.replaced = True
+            text = (
+                f"another process is a member with this server's name: {text} This one goes on serving, and "
+                "is no member any more. Give each server a --server-id of its own."
+            )
+        if text != state.problem:
+            log.warning("%s: %s", state.address, text)
+        state.problem = text

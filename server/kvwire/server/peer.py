@@ -1,0 +1,75 @@
+"""PeerService: what other servers and coordinators ask of this one."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Final
+
+from kvwire.server import convert
+from kvwire.server.unserved import not_served
+from kvwire.v1 import event_pb2, peer_service_pb2_grpc
+from kvwire.v1 import peer_service_pb2 as pb
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from kvwire.server.core import Core
+    from kvwire.server.store import Chunk
+
+DEFAULT_PAGE: Final = 1000
+MAX_PAGE: Final = 5000
+MEMORY: Final = "memory"
+"""The backend's name of the memory tier."""
+
+
+class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
+    LookupAndLease: Any = not_served("LookupAndLease")
+    ReleaseLease: Any = not_served("ReleaseLease")
+
+    def __init__(self, core: Core) -> None:
+        self._core = core
+
+    async def SnapshotPlacements(
+        self, request: pb.SnapshotPlacementsRequest, context: Any
+    ) -> AsyncIterator[pb.SnapshotPlacementsResponse]:
+        core, taken = self._core, time.monotonic()
+        core.absorb()
+        if core.journal is not None:
+            core.journal.close()
+        sequence = core.journal.closed_sequence if core.journal is not None else 0
+        # One moment: what goes afterwards is told by events behind `sequence`, and so is what comes.
+        keys = iter([chunk.key for chunk in core.engine.store.chunks() if chunk.announced])
+        size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
+        first = True
+        while (page := list(islice(keys, size))) or first:
+            yield pb.SnapshotPlacementsResponse(
+                server_id=core.server_id,
+                incarnation=core.incarnation,
+                sequence=sequence,
+                placements=[
+                    self._placement(chunk, request.with_tokens)
+                    for key in page
+                    if (chunk := core.engine.store.get(key)) is not None and chunk.announced
+                ],
+                age=convert.duration(time.monotonic() - taken),
+            )
+            first = False
+            await asyncio.sleep(0)
+
+    def _placement(self, chunk: Chunk, with_tokens: bool) -> event_pb2.CacheEvent:
+        return event_pb2.CacheEvent(
+            kind=event_pb2.CACHE_EVENT_KIND_STORE,
+            chunk_key=chunk.key,
+            tier=event_pb2.STORAGE_TIER_L1,
+            backend=MEMORY,
+            size_bytes=chunk.size,
+            tokens=self._tokens_of(chunk.key) if with_tokens else b"",
+            parent_key=chunk.parent_key,
+            namespace_root=chunk.space.root,
+        )
+
+    def _tokens_of(self, key: bytes) -> bytes:
+        """Kept by the blend index alone: without one nobody knows them any more."""
+        return self._core.matcher.tokens_of(key) if self._core.matcher is not None else b""

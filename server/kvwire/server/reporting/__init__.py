@@ -1,0 +1,1 @@
+"""How events get from the journal to those who want them."""
