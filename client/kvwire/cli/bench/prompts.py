@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import time
 from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
@@ -60,7 +61,8 @@ class Prompt:
 
 
 class Prompts:
-    """A registered client with a namespace of its own, and the prompts that it has stored."""
+    """A registered client with a namespace of its own, and the prompts that it has stored, the last at
+    `stored_at` (perf_counter)."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -78,6 +80,7 @@ class Prompts:
                 offers=(Offer(Path.INLINE),),
             )
         ).registration_id
+        self.stored_at = 0.0
         self._random = random.Random(1)  # noqa: S311 - token ids
 
     def stored(self, length: int) -> Prompt:
@@ -87,6 +90,7 @@ class Prompts:
         asked = self._lookup(prompt, session).asked_chunks
         for first in range(0, asked, STORE_CHUNKS):
             self._store(session, first, min(STORE_CHUNKS, asked - first))
+        self.stored_at = time.perf_counter()
         self.client.end_sessions(self.registration_id, [session])
         found = self._lookup(prompt, session).hit_tokens
         self.client.end_sessions(self.registration_id, [session])

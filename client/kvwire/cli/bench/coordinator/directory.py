@@ -14,7 +14,7 @@ from kvwire.cli.bench.control import timed
 from kvwire.cli.bench.coordinator import wire
 from kvwire.cli.bench.coordinator.probe import probing, summary
 from kvwire.cli.bench.coordinator.servers import CHUNK_SIZE, SimServer, until
-from kvwire.cli.bench.coordinator.target import on_core, stub
+from kvwire.cli.bench.coordinator.target import MEASURED, on_cores, stub
 from kvwire.cli.bench.echo import PAYLOAD, echo_call, echo_server, open_channel
 from kvwire.cli.bench.processes import BenchError
 from kvwire.keys import Namespace, chunk_keys, root
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 PROMPTS: Final = 8
 PROMPT_TOKENS: Final = 131_072
 MODEL: Final = "bench"
-SETTLE_S: Final = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +54,7 @@ async def measure(plan: Plan, target: Target, folder: Path, tell: Callable[[str]
         ]
         await big.join()
         await rest.join()
-        await asyncio.sleep(SETTLE_S)
+        await asyncio.sleep(plan.settle_s)
         empty, known = target.memory(), 0
         for size in plan.sizes:
             tell(f"a directory of {size:,} keys")
@@ -63,7 +62,7 @@ async def measure(plan: Plan, target: Target, folder: Path, tell: Callable[[str]
             owner = big if size <= plan.fenced else rest
             await owner.store(wire.Keys(10_000 + size, size - known, given))
             known = size
-            await asyncio.sleep(SETTLE_S)
+            await asyncio.sleep(plan.settle_s)
             with _yardsticks(target, folder) as (echo, locate):
                 lookups = _lookups(plan, kinds, echo, locate)
             memory = target.memory() - empty
@@ -75,7 +74,7 @@ async def measure(plan: Plan, target: Target, folder: Path, tell: Callable[[str]
 
 @contextmanager
 def _yardsticks(target: Target, folder: Path) -> Iterator[tuple[Any, Any]]:
-    with on_core(0):
+    with on_cores(MEASURED):
         started = echo_server(folder)
         address = started.__enter__()
     try:

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.cli.bench import stats
 from kvwire.cli.bench.coordinator import wire
-from kvwire.cli.bench.coordinator.probe import probing, summary
+from kvwire.cli.bench.coordinator.probe import KINDS, Probe, Samples, probing, summary
 from kvwire.cli.bench.coordinator.servers import SimServer, together
-from kvwire.cli.bench.coordinator.target import on_core
+from kvwire.cli.bench.coordinator.target import MEASURED, on_cores
 from kvwire.cli.bench.processes import BenchError
 from kvwire.v1 import coordinator_service_pb2 as pb
 
@@ -44,15 +44,15 @@ async def measure(plan: Plan, target: Target, folder: Path, tell: Callable[[str]
             with probing(target.address, f"probe-{name}") as probe:
                 await asyncio.sleep(plan.idle_s)
                 idle = probe.take()
+                busy: Samples = {kind: [] for kind in KINDS}
                 for _ in range(plan.ingest_rounds + 1):
-                    await _round(target, servers, next(seeds), batches, tokens)
-                busy = probe.take()
+                    await _round(target, servers, next(seeds), batches, tokens, (probe, busy))
             # Without the probe, which wants its share of both cores.
             rounds = [
                 await _round(target, servers, next(seeds), batches, tokens) for _ in range(plan.ingest_rounds)
             ]
             found[name] = _summary(rounds, batches * wire.BATCH * SENDERS)
-            for kind in ("heartbeat", "lookup"):
+            for kind in KINDS:
                 found[name][f"{kind}_idle"] = summary(idle[kind])
                 found[name][f"{kind}_busy"] = summary(busy[kind])
             found[name]["heartbeat_busy_samples_ms"] = _thinned(busy["heartbeat"])
@@ -61,7 +61,12 @@ async def measure(plan: Plan, target: Target, folder: Path, tell: Callable[[str]
 
 
 async def _round(
-    target: Target, servers: list[SimServer], seed: int, batches: int, tokens: bool
+    target: Target,
+    servers: list[SimServer],
+    seed: int,
+    batches: int,
+    tokens: bool,
+    watched: tuple[Probe, Samples] | None = None,
 ) -> tuple[float, float, float]:
     """Seconds: of the wall, of the coordinator's processor, of parsing the same bytes on the same core."""
     made = []
@@ -70,16 +75,21 @@ async def _round(
         made.append([server.next_batch(keys.batch(each), tokens=tokens) for each in range(batches)])
         await asyncio.sleep(0)
     parse = _parse_seconds([raw for each in made for raw in each])
+    if watched is not None:
+        watched[0].take()
     cpu, started = target.cpu(), time.perf_counter()
     admitted = await together(*(server.send(each) for server, each in zip(servers, made, strict=True)))
     wall = time.perf_counter() - started
+    if watched is not None:
+        for kind, samples in watched[0].take().items():
+            watched[1][kind] += samples
     if sum(admitted) != batches * SENDERS:
         raise BenchError(f"{sum(admitted)} of {batches * SENDERS} batches were admitted.")
     return wall, target.cpu() - cpu, parse
 
 
 def _parse_seconds(batches: list[bytes]) -> float:
-    with on_core(0):
+    with on_cores(MEASURED):
         best = float("inf")
         for _ in range(2):
             started = time.perf_counter()

@@ -12,17 +12,18 @@ class Plan:
     token_batches: int = 15
     ingest_rounds: int = 5
     idle_s: float = 2.0
+    settle_s: float = 0.5
     sizes: tuple[int, ...] = (10_000, 100_000, 1_000_000, 5_000_000)
     lookups: int = 40
-    lookup_rounds: int = 5
+    lookup_rounds: int = 10
     fenced: int = 1_000_000
     fence_watch_s: float = 3.0
     healed_keys: int = 100_000
     heal_rounds: int = 3
     delays: tuple[float, ...] = (0.0, 0.01, 0.1, 1.0)
     churns: tuple[float, ...] = (0.01, 0.1, 1.0)
-    stale_s: float = 12.0
-    visible_rounds: int = 20
+    stale_s: float = 20.0
+    visible_rounds: int = 50
 
 
 QUICK: Final = Plan(

@@ -16,7 +16,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.cli.bench import stats
-from kvwire.cli.bench.coordinator.target import on_core, stub
+from kvwire.cli.bench.coordinator.target import REST, on_cores, stub
 from kvwire.cli.bench.echo import open_channel
 from kvwire.cli.bench.processes import STOP_S, BenchError
 from kvwire.v1 import coordinator_service_pb2 as pb
@@ -50,7 +50,7 @@ class Probe:
 @contextlib.contextmanager
 def probing(address: str, server_id: str = "probe") -> Iterator[Probe]:
     argv = [sys.executable, "-m", "kvwire.cli.bench.coordinator.probe", address, server_id]
-    with on_core(-1):
+    with on_cores(REST):
         process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         probe = Probe(process)

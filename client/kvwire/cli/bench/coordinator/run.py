@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.cli.bench.coordinator import directory, ingest, recovery, staleness, visible
-from kvwire.cli.bench.coordinator.target import coordinator, cores
+from kvwire.cli.bench.coordinator.target import CORES, REST, coordinator, on_cores
 from kvwire.cli.bench.processes import work_folder
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ FREE_BYTES: Final = 600
 
 
 def run(plan: Plan, tell: Callable[[str], None]) -> dict[str, Any]:
-    with work_folder() as folder:
+    with work_folder() as folder, on_cores(REST):
         found = asyncio.run(_simulated(plan, folder, tell))
         seen = visible.measure(plan, folder, tell)
     taken, lookups = found["ingest"], found["directory"]
@@ -42,7 +42,7 @@ def run(plan: Plan, tell: Callable[[str], None]) -> dict[str, Any]:
         "fence_max_lookup_ms": fence["lookup_during"]["max_ms"],
         "fenced_placements": fence["placements"],
         **seen,
-        "cores": len(cores()) or os.cpu_count(),
+        "cores": len(CORES) or os.cpu_count(),
         **found,
     }
 

@@ -28,8 +28,7 @@ def table(found: dict[str, Any]) -> None:
     render.print_rows(
         ("time to whole", "#median ms", "#max ms"),
         [(name, each["median"], each["max"]) for name, each in healed["whole_ms"].items()],
-        title=f"\n{healed['servers']} servers of {healed['keys_per_server']:,} keys, "
-        f"heartbeats every {healed['heartbeat_s']} s, expiry after {healed['expire_after_s']} s",
+        title="\n",
     )
     render.print_rows(
         ("events late by ms", "#evicted per s", "#hints", "#failed hints", "#held, not told"),
@@ -113,6 +112,7 @@ def plot(found: dict[str, Any], file: str) -> None:
     _plot_healed(axes[1][1], found["recovery"]["whole_ms"])
     for each in axes.flat:
         each.spines[["top", "right"]].set_visible(False)
+        each.set_axisbelow(True)
         each.grid(alpha=0.25, linewidth=0.6)
         each.title.set_fontsize(10)
     figure.tight_layout()
@@ -132,9 +132,9 @@ def _plot_lookups(axes: Any, sizes: list[dict[str, Any]]) -> None:
         axes.plot(keys, [each["lookups"][name]["vs_echo"] for each in sizes], "o-", label=label)
     axes.axhline(8, color="gray", linestyle=":", linewidth=1)
     axes.annotate("goal", (keys[0], 8), textcoords="offset points", xytext=(0, 3), fontsize=8, color="gray")
-    axes.set(xscale="log", ylim=(0, None), xlabel="keys in the directory", ylabel="p50 ÷ bare echo")
+    axes.set(xscale="log", ylim=(0, 12), xlabel="keys in the directory", ylabel="p50 ÷ bare echo")
     axes.set_title("LocateChunks")
-    axes.legend(fontsize=8, loc="center left", bbox_to_anchor=(0, 0.55))
+    axes.legend(fontsize=8, ncol=2, loc="upper center")
 
 
 def _plot_stale(axes: Any, cells: list[dict[str, Any]]) -> None:

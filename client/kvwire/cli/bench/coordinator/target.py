@@ -28,18 +28,24 @@ def cores() -> list[int]:
     return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
 
 
+CORES: Final = cores()
+"""The coordinator and what it is compared with run on the first, everything else on the others."""
+MEASURED: Final = CORES[:1]
+REST: Final = CORES[1:]
+
+
 @contextlib.contextmanager
-def on_core(number: int) -> Iterator[None]:
-    """This thread, and what it starts, on one core; no promise where there is only one."""
-    all_cores = cores()
-    if len(all_cores) < 2:
+def on_cores(numbers: list[int]) -> Iterator[None]:
+    """This thread, and what it starts; no promise where there is only one."""
+    if not REST:
         yield
         return
-    os.sched_setaffinity(0, {all_cores[number]})
+    before = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, numbers)
     try:
         yield
     finally:
-        os.sched_setaffinity(0, all_cores)
+        os.sched_setaffinity(0, before)
 
 
 class Target:
@@ -53,7 +59,7 @@ class Target:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self, *, wait: bool = True) -> None:
-        with self._log.open("ab") as log, on_core(0):
+        with self._log.open("ab") as log, on_cores(MEASURED):
             self._process = subprocess.Popen(
                 [sys.executable, *self._argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log
             )
