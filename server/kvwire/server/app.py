@@ -19,7 +19,7 @@ from kvwire.server.core import Core
 from kvwire.server.dataplane.paths import make_plane
 from kvwire.server.engine import CacheEngine
 from kvwire.server.eventlog import EventLog, StoreEvents
-from kvwire.server.fleet import FleetLinks, JournalWriter, make_journal
+from kvwire.server.fleet import FleetLinks, JournalWriter, coordinator_channels, make_journal
 from kvwire.server.leases import MAX_LEASE_ID
 from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
@@ -57,13 +57,14 @@ class CacheServer:
         # What may be refused comes before memory is taken.
         self._credentials = listen.server_credentials(config)
         self._token = listen.bearer_token(config)
+        coordinators = coordinator_channels(config)
         self.core = _make_core(config, self._on_task_death)
         self._health = health.aio.HealthServicer()
         self._rpcs = RpcMetrics(OPEN_STREAMS)
         self.core.guard.observe = self._rpcs
         self._http = HttpServer(server_routes(self._registry(), self._problem))
         self.http_address = ""
-        self.core.fleet = FleetLinks(self.core)
+        self.core.fleet = FleetLinks(self.core, coordinators)
         self._grpc = self._make_grpc()
 
     async def start(self) -> None:

@@ -9,11 +9,9 @@ import asyncio
 import logging
 from typing import TYPE_CHECKING, Any
 
-import grpc
-
 from kvwire.blend import BlendChunk, BlendIndex
 from kvwire.errors import NotImplementedYet, TokensInvalid
-from kvwire.keys import TOKEN_BYTES, root
+from kvwire.keys import DIGEST_SIZE, TOKEN_BYTES, root
 from kvwire.server.peer import MEMORY
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import coordinator_service_pb2, event_pb2, placement_pb2
@@ -124,33 +122,36 @@ def merge(
 async def ask_fleet(
     stubs: Sequence[Any], request: coordinator_service_pb2.MatchBlendRequest, seconds: float
 ) -> tuple[list[placement_pb2.BlendMatch], int]:
-    """The first good answer of any coordinator within `seconds`."""
+    """What all coordinators know that answer within `seconds`: one that was just started knows little."""
     if not stubs or seconds <= 0:
         return [], cache.FLEET_ANSWER_NOT_ASKED
-    pending = {asyncio.ensure_future(_one(stub, request, seconds)) for stub in stubs}
+    asked = [asyncio.ensure_future(_one(stub, request, seconds)) for stub in stubs]
     try:
-        async with asyncio.timeout(seconds):
-            while pending:
-                done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-                for each in done:
-                    matches = each.result()
-                    if matches is not None:
-                        return matches, cache.FLEET_ANSWER_COMPLETE
-    except TimeoutError:
-        pass
+        done, _ = await asyncio.wait(asked, timeout=seconds)
     finally:
-        for each in pending:
+        for each in asked:
             each.cancel()
-        await asyncio.gather(*pending, return_exceptions=True)
-    return [], cache.FLEET_ANSWER_NONE
+    answers = [each.result() for each in done if not each.cancelled()]
+    good = [matches for matches in answers if matches is not None]
+    if not good:
+        return [], cache.FLEET_ANSWER_NONE
+    return [match for matches in good for match in matches], cache.FLEET_ANSWER_COMPLETE
 
 
-async def _one(stub: Any, request: Any, seconds: float) -> list[placement_pb2.BlendMatch] | None:
+async def _one(
+    stub: Any, request: coordinator_service_pb2.MatchBlendRequest, seconds: float
+) -> list[placement_pb2.BlendMatch] | None:
+    """None for whatever is no answer: a connection may also be closed meanwhile by the membership itself."""
     try:
         reply = await stub.MatchBlend(request, timeout=seconds)
-    except grpc.RpcError:
+    except Exception as error:  # noqa: BLE001  (a fleet must not cost the matches that are here)
+        log.debug("a coordinator did not answer a blend lookup: %r", error)
         return None
-    return list(reply.matches)
+    return [match for match in reply.matches if _plausible(match, len(request.tokens) // TOKEN_BYTES)]
+
+
+def _plausible(match: placement_pb2.BlendMatch, tokens: int) -> bool:
+    return len(match.chunk_key) == DIGEST_SIZE and match.prompt_position < tokens
 
 
 def not_enabled() -> NotImplementedYet:

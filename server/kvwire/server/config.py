@@ -114,6 +114,7 @@ class ServerConfig:
         )
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and tls_cert belong together")
         _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
+        _check(len(set(self.coordinator)) == len(self.coordinator), "coordinator", "names one of them twice")
         pair = bool(self.coordinator_cert) == bool(self.coordinator_key)
         _check(pair, "coordinator_key", "and coordinator_cert belong together")
         _check(self.report_events in ("grpc", "kafka", "off"), "report_events", "must be grpc, kafka or off")

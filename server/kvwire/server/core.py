@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvwire.server")
 
-ARRIVALS_S: Final = 0.05
+ARRIVALS_S: Final = 0.02
 """How often boards are looked at while nobody asks for anything."""
 
 

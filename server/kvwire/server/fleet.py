@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from kvwire.server.core import Core
     from kvwire.server.membership import LinkState
     from kvwire.server.store import Chunk, RemovedChunk, StoredChunk
+
+log = logging.getLogger("kvwire.server")
 
 L1: Final = int(event_pb2.STORAGE_TIER_L1)
 
@@ -66,23 +69,31 @@ def make_journal(config: ServerConfig, server_id: str, incarnation: bytes) -> Jo
 
 
 class FleetLinks:
-    """All coordinators of one server. Without any it does nothing."""
+    """All coordinators of one server, by their `channels`. Without any it does nothing."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, channels: Sequence[ChannelConfig]) -> None:
         self._core = core
-        config = core.config
-        self.members = [self._member(address) for address in config.coordinator]
+        self.members = [self._member(channel) for channel in channels]
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         for member in self.members:
-            self._core.supervisor.start(f"member of {member.state.address}", self._run(member))
+            name = f"kvwire-member of {member.state.address}"
+            self._tasks.append(asyncio.get_running_loop().create_task(self._run(member), name=name))
 
     async def _run(self, member: Membership) -> None:
-        await member.run()
-        # It has lost its name to another process, which is shown; the task itself is well.
-        await asyncio.Event().wait()
+        try:
+            await member.run()
+        except Exception:
+            # It serves all the same: a fleet is never worth more than that.
+            log.exception("the membership at %s has ended", member.state.address)
+            member.state.problem = "failed inside this server; its log tells more"
 
     async def leave(self) -> None:
+        """No life sign may follow what is said here."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(member.leave() for member in self.members))
 
     def changed(self) -> None:
@@ -97,12 +108,12 @@ class FleetLinks:
         """With the last batch that arrived there."""
         return [(each.state, each.reader.acknowledged if each.reader else 0) for each in self.members]
 
-    def _member(self, address: str) -> Membership:
-        core, config = self._core, self._core.config
-        over_rpc = core.journal is not None and config.report_events == "grpc"
+    def _member(self, channel: ChannelConfig) -> Membership:
+        core = self._core
+        over_rpc = core.journal is not None and core.config.report_events == "grpc"
         reader = core.journal.reader() if core.journal is not None and over_rpc else None
-        channel = coordinator_channel(config, address)
-        return Membership(channel, self._info, self._sign, reader, FleetIntents(address, core.pinning))
+        intents = FleetIntents(str(channel.target), core.pinning)
+        return Membership(channel, self._info, self._sign, reader, intents)
 
     def _info(self) -> pb.ServerInfo:
         core = self._core
@@ -140,7 +151,7 @@ class FleetLinks:
         )
 
 
-def coordinator_channel(config: ServerConfig, address: str) -> ChannelConfig:
+def coordinator_channels(config: ServerConfig) -> list[ChannelConfig]:
     """Raises ConfigError."""
     tls = None
     if config.coordinator_ca or config.coordinator_cert:
@@ -148,7 +159,7 @@ def coordinator_channel(config: ServerConfig, address: str) -> ChannelConfig:
     token = ""
     if config.coordinator_token_file:
         token = read_file(config.coordinator_token_file, "coordinator_token_file").decode().strip()
-    return ChannelConfig(parse_target(address), tls, token)
+    return [ChannelConfig(parse_target(address), tls, token) for address in config.coordinator]
 
 
 def reachable(address: str) -> str:

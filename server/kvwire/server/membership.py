@@ -34,6 +34,8 @@ CALL_S: Final = 3.0
 LEAVE_S: Final = 1.0
 RETRY_S: Final = 0.2
 MAX_RETRY_S: Final = 5.0
+MAX_INTERVAL_S: Final = 60.0
+"""Between two life signs, whatever a coordinator says."""
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class Membership:
         """For ever, or until another process has taken this server's name."""
         retry = RETRY_S
         while not self.state.replaced:
-            joined = False
+            joined, started = False, time.monotonic()
             async with self._config.open_aio() as channel:
                 stub: Any = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
                 try:
@@ -94,7 +96,8 @@ class Membership:
                     self._lost(error)
                 finally:
                     self.stub = None
-            retry = RETRY_S if joined else min(2 * retry, MAX_RETRY_S)
+            long = joined and time.monotonic() - started > self.state.interval
+            retry = RETRY_S if long else min(2 * retry, MAX_RETRY_S, max(RETRY_S, self.state.interval))
             await asyncio.sleep(retry * random.uniform(0.5, 1.0))  # noqa: S311  (spreads servers, no secret)
 
     async def leave(self) -> None:
@@ -116,7 +119,7 @@ class Membership:
         request = pb.RegisterServerRequest(server=self._describe())
         reply = await self._call("RegisterServer", stub.RegisterServer(request, timeout=CALL_S))
         state = self.state
-        state.interval = max(0.05, reply.heartbeat_interval.ToMilliseconds() / 1000)
+        state.interval = min(max(0.05, reply.heartbeat_interval.ToMilliseconds() / 1000), MAX_INTERVAL_S)
         if state.sharing_problem != reply.sharing_problem and reply.sharing_problem:
             log.warning("%s: %s", state.address, reply.sharing_problem)
         state.sharing_problem = reply.sharing_problem

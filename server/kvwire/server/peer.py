@@ -72,4 +72,5 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
 
     def _tokens_of(self, key: bytes) -> bytes:
         """Kept by the blend index alone: without one nobody knows them any more."""
-        return self._core.matcher.tokens_of(key) if self._core.matcher is not None else b""
+        matcher = self._core.matcher if self._core.config.report_tokens else None
+        return matcher.tokens_of(key) if matcher is not None else b""
