@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.cli import units
 from kvwire.cli.flags import settings_command
 from kvwire.coordinator.config import CoordinatorConfig
+from kvwire.serving.allocator import keep_message_memory
 from kvwire.serving.version import server_version
 from kvwire.telemetry.logging import setup_logging
 from kvwire.telemetry.tracing import setup_tracing
@@ -45,6 +46,7 @@ async def serve(config: CoordinatorConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
+    keep_message_memory()
     coordinator = Coordinator(config)
     await coordinator.start()
     # What was made so far lives as long as the program: the collector need not look at it again.
