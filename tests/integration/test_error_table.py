@@ -210,7 +210,7 @@ class Scenarios:
         return of_item(result.error)
 
     def not_served(self):
-        return call_error(self.fresh.admin.Pin, admin.PinRequest())
+        return call_error(self.fresh.admin.Evict, admin.EvictRequest())
 
 
 def break_binder(local):

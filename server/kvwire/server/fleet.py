@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvwire.server")
 
 L1: Final = int(event_pb2.STORAGE_TIER_L1)
+MAX_TOKENS_BYTES: Final = 1 << 20
+"""Of one chunk. Larger ones are told without their tokens: a batch has to fit into a message."""
 
 
 class JournalWriter:
@@ -39,7 +41,8 @@ class JournalWriter:
         self._with_tokens = with_tokens
 
     def on_stored(self, event: StoredChunk) -> None:
-        tokens = event.tokens if self._with_tokens else b""
+        told = self._with_tokens and len(event.tokens) <= MAX_TOKENS_BYTES
+        tokens = event.tokens if told else b""
         self._journal.note(
             Entry(EventKind.STORE, L1, MEMORY, event.key, event.size, tokens, event.parent_key, event.root)
         )

@@ -13,7 +13,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Callable, Sequence
 
 
 class EventKind(IntEnum):
@@ -91,8 +91,10 @@ class Journal:
         if len(self._open) >= self._limits.batch_events or self._open_bytes >= self._limits.batch_bytes:
             self.close()
 
-    def note_accesses(self, tier: int, backend: str, keys: Iterable[bytes]) -> None:
+    def note_accesses(self, tier: int, backend: str, keys: Sequence[bytes]) -> None:
         """Coalesced: one entry per chunk and batch."""
+        if not keys:
+            return
         self._begin()
         accesses = self._accesses
         for key in keys:
@@ -177,8 +179,8 @@ class Reader:
 
     def seek(self, sequence: int) -> None:
         """Go on after this batch, which the other side has. What is not closed yet is not believed."""
-        self.position = min(sequence, self._journal.closed_sequence)
-        self.acknowledge(self.position)
+        self.acknowledge(sequence)
+        self.position = self.acknowledged
 
     def rewind(self) -> None:
         """Take again what was not acknowledged."""
@@ -206,4 +208,5 @@ class Reader:
         self._journal.forget_known()
 
     def leave(self) -> None:
+        """For good. What it has not taken yet is not kept for it any more."""
         self._journal.remove(self)

@@ -84,28 +84,39 @@ class Membership:
     async def run(self) -> None:
         """For ever, or until another process has taken this server's name."""
         retry = RETRY_S
-        while not self.state.replaced:
-            joined, started = False, time.monotonic()
+        try:
+            while not self.state.replaced:
+                started = time.monotonic()
+                long = await self._visit() and time.monotonic() - started > self.state.interval
+                retry = RETRY_S if long else min(2 * retry, MAX_RETRY_S, max(RETRY_S, self.state.interval))
+                await asyncio.sleep(retry * random.uniform(0.5, 1.0))  # noqa: S311  (spreads servers)
+        finally:
+            # Nothing is kept for one that sends nothing.
+            if self.reader is not None:
+                self.reader.leave()
+
+    async def _visit(self) -> bool:
+        """Over one connection, until it fails. Whether it was a member by then."""
+        try:
             async with self._config.open_aio() as channel:
                 stub: Any = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
                 try:
                     await self._register(stub)
-                    joined = True
                     await self._stay(stub)
-                except (KvwireError, grpc.RpcError, TimeoutError) as error:
-                    self._lost(error)
                 finally:
                     self.stub = None
-            long = joined and time.monotonic() - started > self.state.interval
-            retry = RETRY_S if long else min(2 * retry, MAX_RETRY_S, max(RETRY_S, self.state.interval))
-            await asyncio.sleep(retry * random.uniform(0.5, 1.0))  # noqa: S311  (spreads servers, no secret)
+        except (KvwireError, grpc.RpcError, TimeoutError) as error:
+            joined = self.state.registered
+            self._lost(error)
+            return joined
+        return False
 
     async def leave(self) -> None:
         """Say that this server stops. Best effort, within `LEAVE_S`."""
         if not self.state.registered:
             return
         info = self._describe()
-        with contextlib.suppress(grpc.RpcError, TimeoutError):
+        with contextlib.suppress(KvwireError, grpc.RpcError, TimeoutError):
             async with asyncio.timeout(LEAVE_S), self._config.open_aio() as channel:
                 stub: Any = coordinator_service_pb2_grpc.CoordinatorServiceStub(channel)
                 await stub.DeregisterServer(
@@ -160,9 +171,10 @@ class Membership:
         """Over and over: that events cannot be told is no reason to be no member."""
         retry = RETRY_S
         while True:
-            self.state.reporting = True
+            # A stream that is open for a while is well, even if there is nothing to tell.
+            settled = asyncio.get_running_loop().call_later(RETRY_S, self._arrives)
             try:
-                await RpcReporter(reader).run(stub)
+                await RpcReporter(reader, self._arrives).run(stub)
                 problem = "the coordinator ended the stream of events"
             except grpc.aio.AioRpcError as error:
                 told = self._typed("ReportEvents", error)
@@ -172,11 +184,16 @@ class Membership:
             except TimeoutError as error:
                 problem = f"events: {error}"
             finally:
-                self.state.reporting = False
+                settled.cancel()
+                arrived, self.state.reporting = self.state.reporting, False
+            if problem != self.state.problem:
+                log.warning("%s: %s", self.state.address, problem)
             self.state.problem = problem
-            log.warning("%s: %s", self.state.address, problem)
+            retry = RETRY_S if arrived else min(2 * retry, MAX_RETRY_S)
             await asyncio.sleep(retry)
-            retry = min(2 * retry, MAX_RETRY_S)
+
+    def _arrives(self) -> None:
+        self.state.reporting, self.state.problem = True, ""
 
     async def _call(self, method: str, call: Any) -> Any:
         try:

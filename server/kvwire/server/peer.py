@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from itertools import islice
+from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.server import convert
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 
 DEFAULT_PAGE: Final = 1000
 MAX_PAGE: Final = 5000
+PAGE_BYTES: Final = 1 << 20
+"""Of tokens in a page, which must stay far below the largest message."""
 MEMORY: Final = "memory"
 """The backend's name of the memory tier."""
 
@@ -40,23 +42,31 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
             core.journal.close()
         sequence = core.journal.closed_sequence if core.journal is not None else 0
         # One moment: what goes afterwards is told by events behind `sequence`, and so is what comes.
-        keys = iter([chunk.key for chunk in core.engine.store.chunks() if chunk.announced])
+        keys = deque(chunk.key for chunk in core.engine.store.chunks() if chunk.announced)
         size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
-        first = True
-        while (page := list(islice(keys, size))) or first:
+        while True:
+            page = self._page(keys, size, with_tokens=request.with_tokens)
             yield pb.SnapshotPlacementsResponse(
                 server_id=core.server_id,
                 incarnation=core.incarnation,
                 sequence=sequence,
-                placements=[
-                    self._placement(chunk, request.with_tokens)
-                    for key in page
-                    if (chunk := core.engine.store.get(key)) is not None and chunk.announced
-                ],
+                placements=page,
                 age=convert.duration(time.monotonic() - taken),
             )
-            first = False
+            if not keys:
+                return
             await asyncio.sleep(0)
+
+    def _page(self, keys: deque[bytes], size: int, *, with_tokens: bool) -> list[event_pb2.CacheEvent]:
+        """The next ones that are still there, taken from `keys`; those with many tokens make it shorter."""
+        page: list[event_pb2.CacheEvent] = []
+        tokens = 0
+        while keys and len(page) < size and tokens < PAGE_BYTES:
+            chunk = self._core.engine.store.get(keys.popleft())
+            if chunk is not None and chunk.announced:
+                page.append(self._placement(chunk, with_tokens))
+                tokens += len(page[-1].tokens)
+        return page
 
     def _placement(self, chunk: Chunk, with_tokens: bool) -> event_pb2.CacheEvent:
         return event_pb2.CacheEvent(
