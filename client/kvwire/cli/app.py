@@ -47,6 +47,10 @@ COMMANDS: Final = (
     ),
     ("ping", "kvwire.cli.commands.ping:command", "Is a server there, and how fast does it answer?"),
     ("lookup", "kvwire.cli.commands.lookup:command", "How much of a prompt has a server cached?"),
+    ("members", "kvwire.cli.commands.members:command", "Which servers are in a fleet, and do they report?"),
+    ("locate", "kvwire.cli.commands.locate:command", "Which servers of a fleet hold a prompt's chunks?"),
+    ("events", "kvwire.cli.commands.events:command", "What do the servers of a fleet report?"),
+    ("blend", "kvwire.cli.commands.blend:command", "Which cached chunks occur anywhere in a prompt?"),
     (
         "clear",
         "kvwire.cli.commands.clear:command",

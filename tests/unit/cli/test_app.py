@@ -29,7 +29,9 @@ def test_help_lists_every_command_and_imports_none(capfd):
     assert run.stderr == "[]\n"
 
 
-@pytest.mark.parametrize("command", ["status", "ping", "lookup", "config", "bench"])
+@pytest.mark.parametrize(
+    "command", ["status", "ping", "lookup", "members", "locate", "events", "blend", "config", "bench"]
+)
 def test_help_of_a_command_has_an_example(command, capfd):
     assert kvwire(command, "--help") == 0
     assert f"  kvwire {command}" in capfd.readouterr().out
@@ -39,7 +41,7 @@ def test_help_of_a_command_has_an_example(command, capfd):
     ("argv", "told"),
     [
         (("pinng",), "no command 'pinng'. Did you mean 'ping'?"),
-        (("frobnicate",), "The commands are bench, clear"),
+        (("xyzzy",), "The commands are bench, blend"),
         (("config", "shw"), "Did you mean 'show'?"),
         (("ping", "--cuont", "3"), "Did you mean --count?"),
         (("ping", "--count", "many"), 'unable to convert "many" into int'),
@@ -53,6 +55,11 @@ def test_help_of_a_command_has_an_example(command, capfd):
         (("lookup", "--tokens", "1", "--text", "a"), "and not by --tokens and --text"),
         (("lookup", "--tokens", "1,-2"), "'-2' at position 1 is no token id"),
         (("lookup", "--text", "a"), "--text needs --tokenizer"),
+        (("locate",), "none of them was given"),
+        (("locate", "--tokens", "1", "--all"), "a prompt and --all given"),
+        (("locate", "--tokens", "1"), "--namespace-from"),
+        (("locate", "--keys", "abc"), "'abc' is no chunk key"),
+        (("blend", "--tokens", "1"), "--namespace-from"),
     ],
 )
 def test_wrong_usage_exits_2_and_says_what_is_wrong(argv, told, capsys):
@@ -63,7 +70,10 @@ def test_wrong_usage_exits_2_and_says_what_is_wrong(argv, told, capsys):
     assert "Traceback" not in printed.err
 
 
-@pytest.mark.parametrize("command", [("status",), ("ping",), ("lookup", "--tokens", "1")])
+@pytest.mark.parametrize(
+    "command",
+    [("status",), ("ping",), ("lookup", "--tokens", "1"), ("members",), ("locate", "--all"), ("events",)],
+)
 def test_an_unreachable_server_exits_3(command, capsys, socket_path):
     assert kvwire(*command, "--address", f"unix:{socket_path}") == app.UNREACHABLE
     assert str(socket_path) in capsys.readouterr().err

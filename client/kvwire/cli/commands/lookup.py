@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 from cyclopts import Parameter
 
@@ -16,6 +17,8 @@ from kvwire.errors import ConfigError
 from kvwire.keys import Namespace
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from kvwire.client import Client, LookupResult
     from kvwire.v1 import namespace_pb2
 
@@ -32,56 +35,90 @@ The prompt is token ids; with --text a tokenizer makes them (a folder or a token
 command = command_app("lookup", TEXT)
 
 
-@command.default
-@with_settings(ClientSettings, "client")
-def lookup(
-    settings: ClientSettings,
-    *,
-    tokens: Annotated[str, Parameter(help="Token ids, separated by commas.", show_default=False)] = "",
+@dataclass(frozen=True, kw_only=True)
+class PromptFlags:
+    """A prompt and its namespace, as the commands take them."""
+
+    tokens: Annotated[str, Parameter(help="Token ids, separated by commas.", show_default=False)] = ""
     tokens_file: Annotated[
         str,
         Parameter(
             help="File with token ids: a JSON list, or separated by spaces, commas or lines. - is stdin.",
             show_default=False,
         ),
-    ] = "",
-    text: Annotated[str, Parameter(help="Text of the prompt; needs --tokenizer.", show_default=False)] = "",
+    ] = ""
+    text: Annotated[str, Parameter(help="Text of the prompt; needs --tokenizer.", show_default=False)] = ""
     tokenizer: Annotated[
         str, Parameter(help="The model's folder, or its tokenizer.json.", show_default=False)
-    ] = "",
-    model: Annotated[str, Parameter(help="Model of the namespace.", show_default=False)] = "",
-    revision: Annotated[str, Parameter(help="Revision of the model.", show_default=False)] = "",
-    kv_dtype: Annotated[str, Parameter(help="Element type of the KV cache.", show_default=False)] = "",
-    layout_fingerprint: Annotated[
-        str, Parameter(help="Layout fingerprint, in hex.", show_default=False)
-    ] = "",
-    adapter: Annotated[str, Parameter(help="LoRA adapter.", show_default=False)] = "",
-    adapter_revision: Annotated[str, Parameter(help="Revision of the adapter.", show_default=False)] = "",
+    ] = ""
+    model: Annotated[str, Parameter(help="Model of the namespace.", show_default=False)] = ""
+    revision: Annotated[str, Parameter(help="Revision of the model.", show_default=False)] = ""
+    kv_dtype: Annotated[str, Parameter(help="Element type of the KV cache.", show_default=False)] = ""
+    layout_fingerprint: Annotated[str, Parameter(help="Layout fingerprint, in hex.", show_default=False)] = ""
+    adapter: Annotated[str, Parameter(help="LoRA adapter.", show_default=False)] = ""
+    adapter_revision: Annotated[str, Parameter(help="Revision of the adapter.", show_default=False)] = ""
     salt_file: Annotated[
         str, Parameter(help="File with the tenant's salt, which is never shown.", show_default=False)
-    ] = "",
+    ] = ""
+
+    @property
+    def given(self) -> bool:
+        return bool(self.tokens or self.tokens_file or self.text)
+
+    def read(self) -> Sequence[int]:
+        """Raises ConfigError, TokensInvalid."""
+        return read_prompt(self.tokens, self.tokens_file, self.text, self.tokenizer)
+
+    def names(self) -> dict[str, Any]:
+        """The fields of the namespace that were given. Raises ConfigError."""
+        found = {
+            "model": self.model,
+            "revision": self.revision,
+            "kv_dtype": self.kv_dtype,
+            "layout_fingerprint": fingerprint(self.layout_fingerprint),
+            "adapter": self.adapter,
+            "adapter_revision": self.adapter_revision,
+            "salt": _salt(self.salt_file),
+        }
+        return {name: value for name, value in found.items() if value}
+
+
+NO_PROMPT: Final = PromptFlags()
+
+
+@command.default
+@with_settings(ClientSettings, "client")
+def lookup(
+    settings: ClientSettings,
+    *,
+    prompt: Annotated[PromptFlags, Parameter(name="*")] = NO_PROMPT,
     output: render.Output = "table",
 ) -> int:
-    prompt = read_prompt(tokens, tokens_file, text, tokenizer)
-    given = {
-        "model": model,
-        "revision": revision,
-        "kv_dtype": kv_dtype,
-        "layout_fingerprint": fingerprint(layout_fingerprint),
-        "adapter": adapter,
-        "adapter_revision": adapter_revision,
-        "salt": _salt(salt_file),
-    }
+    tokens = prompt.read()
+    given = prompt.names()
     with open_client(settings, "lookup") as client:
-        namespace = choose_namespace(
-            client, {name: value for name, value in given.items() if value}, settings
-        )
+        namespace = choose_namespace(client, given, settings)
         started = time.perf_counter()
-        found = client.lookup(namespace, prompt, timeout=settings.deadline)
+        found = client.lookup(namespace, tokens, timeout=settings.deadline)
         seconds = time.perf_counter() - started
     chunk_size = found.hit_tokens // found.hit_chunks if found.hit_chunks else 0
-    _show(found, len(prompt), namespace, seconds, chunk_size, output)
+    _show(found, len(tokens), namespace, seconds, chunk_size, output)
     return 0
+
+
+def namespace_of(prompt: PromptFlags, server: str, settings: ClientSettings) -> Namespace:
+    """For a program that knows no namespaces: as it was named, completed by the one of a cache server."""
+    given = prompt.names()
+    if server:
+        with open_client(replace(settings, address=server), "namespace") as client:
+            return choose_namespace(client, given, settings)
+    if not given.get("model"):
+        raise ConfigError(
+            "Which namespace? Name it by --model and the rest of it, or take it from a cache server "
+            "by --namespace-from.",
+            setting="model",
+        )
+    return Namespace(**given)
 
 
 def choose_namespace(client: Client, given: dict[str, Any], settings: ClientSettings) -> Namespace:
