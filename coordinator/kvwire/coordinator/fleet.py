@@ -401,6 +401,16 @@ class Fleet:
             self.blend = BlendIndex(size, self.config.blend_bytes)
             self._applier = Applier(self.directory, self.blend)
             self.directory.on_dropped = self.blend.remove
+            self._ask_for_tokens()
+
+    def _ask_for_tokens(self) -> None:
+        """What was told before there was an index is missing in it: an engine stores before its server, whose
+        chunk size it has just bound, has told the size here."""
+        for member in self.members.all():
+            server_id = member.info.server_id
+            feed = self.gate.feed(server_id)
+            if feed is not None and self.directory.holdings(server_id).placements:
+                self._obsolete(server_id, feed)
 
     def _require_chunk_size(self) -> int:
         if not self.members.chunk_size:
