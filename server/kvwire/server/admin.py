@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from kvwire.server.membership import LinkState
     from kvwire.server.messages import LeaseKind
     from kvwire.server.refusals import Refusal
+    from kvwire.server.reporting.kafka import KafkaReporter
     from kvwire.server.status import EngineCounters, EngineStatus, L1Status, RegistrationStatus
 
 log = logging.getLogger("kvwire.server")
@@ -71,7 +72,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             draining=core.guard.draining,
             refused=[_refused(each, core.now()) for each in core.refusals.recent()],
             coordinators=[_link(state, arrived, core.now()) for state, arrived in core.fleet.states()],
-            events=_journal(core.journal),
+            events=_journal(core.journal, core.fleet.kafka),
         )
 
     async def ListSessions(
@@ -266,7 +267,7 @@ def _link(state: LinkState, arrived: int, now: float) -> admin.CoordinatorLink:
     )
 
 
-def _journal(journal: Journal | None) -> admin.JournalStatus | None:
+def _journal(journal: Journal | None, kafka: KafkaReporter | None) -> admin.JournalStatus | None:
     if journal is None:
         return None
     return admin.JournalStatus(
@@ -274,4 +275,7 @@ def _journal(journal: Journal | None) -> admin.JournalStatus | None:
         held_batches=journal.held_batches,
         held_bytes=journal.held_bytes,
         dropped_batches=journal.dropped_batches,
+        kafka_topic=kafka.topic if kafka else "",
+        kafka_sequence=kafka.arrived if kafka else 0,
+        kafka_problem=kafka.problem if kafka else "",
     )

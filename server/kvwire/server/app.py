@@ -25,6 +25,7 @@ from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.peer import PeerService
 from kvwire.server.pinning import Pinning
+from kvwire.server.reporting.kafka import KafkaReporter
 from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
 from kvwire.server.state import EngineConfig
@@ -58,13 +59,14 @@ class CacheServer:
         self._credentials = listen.server_credentials(config)
         self._token = listen.bearer_token(config)
         coordinators = coordinator_channels(config)
+        kafka = KafkaReporter(config) if config.report_events == "kafka" else None
         self.core = _make_core(config, self._on_task_death)
         self._health = health.aio.HealthServicer()
         self._rpcs = RpcMetrics(OPEN_STREAMS)
         self.core.guard.observe = self._rpcs
         self._http = HttpServer(server_routes(self._registry(), self._problem))
         self.http_address = ""
-        self.core.fleet = FleetLinks(self.core, coordinators)
+        self.core.fleet = FleetLinks(self.core, coordinators, kafka)
         self._grpc = self._make_grpc()
 
     async def start(self) -> None:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvwire.server.config import ServerConfig
     from kvwire.server.core import Core
     from kvwire.server.membership import LinkState
+    from kvwire.server.reporting.kafka import KafkaReporter
     from kvwire.server.store import Chunk, RemovedChunk, StoredChunk
 
 log = logging.getLogger("kvwire.server")
@@ -74,8 +75,11 @@ def make_journal(config: ServerConfig, server_id: str, incarnation: bytes) -> Jo
 class FleetLinks:
     """All coordinators of one server, by their `channels`. Without any it does nothing."""
 
-    def __init__(self, core: Core, channels: Sequence[ChannelConfig]) -> None:
+    def __init__(
+        self, core: Core, channels: Sequence[ChannelConfig], kafka: KafkaReporter | None = None
+    ) -> None:
         self._core = core
+        self.kafka = kafka
         self.members = [self._member(channel) for channel in channels]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -83,6 +87,10 @@ class FleetLinks:
         for member in self.members:
             name = f"kvwire-member of {member.state.address}"
             self._tasks.append(asyncio.get_running_loop().create_task(self._run(member), name=name))
+        if self.kafka is not None and self._core.journal is not None:
+            self.kafka.start(self._core.journal.reader(), self._core.server_id)
+            task = asyncio.get_running_loop().create_task(self.kafka.run(), name="kvwire-kafka")
+            self._tasks.append(task)
 
     async def _run(self, member: Membership) -> None:
         try:
@@ -97,7 +105,14 @@ class FleetLinks:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(member.leave() for member in self.members))
+        await asyncio.gather(self._stop_kafka(), *(member.leave() for member in self.members))
+
+    async def _stop_kafka(self) -> None:
+        """A server that could not start has nothing to stop."""
+        journal = self._core.journal
+        if self.kafka is not None and journal is not None and self._tasks:
+            journal.close()
+            await self.kafka.stop()
 
     def changed(self) -> None:
         for member in self.members:
