@@ -69,7 +69,7 @@ two cores the coordinator has one for itself. Measured: entries taken in per sec
 ids, beside parsing the same bytes; LocateChunks and memory by the number of keys, beside a bare grpc.aio echo
 of 64 bytes; what heartbeats and lookups wait for while events come in and while a server's placements are
 fenced; the time from a fault until the directory is whole; how often a hint fails at its owner. In full it
-takes some minutes and 3 GiB of memory, with --quick half a minute."""
+takes two minutes and 3 GiB of memory, with --quick half a minute."""
 
 command = command_app("bench", TEXT)
 control_app = command_app("control", CONTROL_TEXT)

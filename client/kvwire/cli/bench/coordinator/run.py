@@ -19,8 +19,6 @@ if TYPE_CHECKING:
 BULK: Final = ("--expire-after=1h",)
 """Senders that make batches give no life signs meanwhile."""
 COMPARED_KEYS: Final = 1_000_000
-FREE_BYTES: Final = 600
-"""What a key needs at most, of both sides."""
 
 
 def run(plan: Plan, tell: Callable[[str], None]) -> dict[str, Any]:
