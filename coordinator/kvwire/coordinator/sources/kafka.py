@@ -7,6 +7,7 @@ members; a batch between a snapshot and that end shows as a gap, or as silence, 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -31,6 +32,7 @@ _RECORDS: Final = 500
 _METADATA_S: Final = 2.0
 _LOOK_S: Final = 30.0
 _RETRY_S: Final = 1.0
+_STOP_S: Final = 2.0
 _LOG_S: Final = 30.0
 
 
@@ -43,7 +45,9 @@ class KafkaSource:
         self._topic = core.config.kafka_topic
         self._client, self._consumer = _consumer(core.config, self._on_error)
         self._thread = ThreadPoolExecutor(1, "kvwire-kafka")
-        self._room: WaitingRoom[event_pb2.CacheEventBatch] = WaitingRoom()
+        self._room = WaitingRoom()
+        # Which run of a server was the member when its first record in the room was refused.
+        self._refused_for: dict[str, bytes] = {}
         self._offsets: dict[int, int] = {}
         self._looked = False
         self._look_at = 0.0
@@ -68,8 +72,9 @@ class KafkaSource:
         core.supervisor.start("kafka", self._run())
 
     async def stop(self) -> None:
-        """After the supervisor has stopped its task."""
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._consumer.close)
+        """After the supervisor has stopped its task. Within about `_STOP_S`."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._call(self._consumer.close), _STOP_S)
         self._thread.shutdown(wait=False)
 
     async def _run(self) -> None:
@@ -124,26 +129,39 @@ class KafkaSource:
         if batch is None:
             self._bad("is no batch of the server that its key names")
         elif self._room.holds(batch.server_id) or not await self._take(batch):
-            self._room.add(batch.server_id, batch, time.monotonic())
+            self._room.add(batch.server_id, message.value(), time.monotonic())
         self._offsets[message.partition()] = message.offset() + 1
 
     async def _retry_held(self) -> None:
+        """Those of servers that have become members, or members with another run, since they were refused."""
         for server_id in self._room.servers():
-            while (batch := self._room.first(server_id)) is not None and await self._take(batch):
+            if self._run_of(server_id) == self._refused_for.get(server_id):
+                continue
+            while (record := self._room.first(server_id)) is not None:
+                if not await self._take(event_pb2.CacheEventBatch.FromString(record)):
+                    break
                 self._room.remove_first(server_id)
         gone = self._room.expire(time.monotonic())
         if gone:
             self._log("kafka: %d records of servers that are no members were skipped", gone)
+        for server_id in [each for each in self._refused_for if not self._room.holds(each)]:
+            del self._refused_for[server_id]
 
     async def _take(self, batch: event_pb2.CacheEventBatch) -> bool:
         """False: its server is no member."""
         try:
             await self._core.intake.take(batch, "kafka")
         except ServerNotRegistered:
+            self._refused_for[batch.server_id] = self._run_of(batch.server_id)
             return False
         except (InvalidArgument, TooManyItems) as error:
             self._bad(str(error))
         return True
+
+    def _run_of(self, server_id: str) -> bytes:
+        """The incarnation of the member. Empty: it is none."""
+        member = self._core.fleet.members.get(server_id)
+        return member.info.incarnation if member is not None else b""
 
     async def _call(self, action: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, action, *arguments)
