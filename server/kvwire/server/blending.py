@@ -109,14 +109,20 @@ def merge(
     merged = dict(local)
     for match in fleet:
         others = [each for each in match.placements if each.server_id != server_id]
-        own = local.get(identity(match))
-        if own is not None:
-            own.placements.extend(others)
+        known = merged.get(identity(match))
+        if known is not None:
+            # Coordinators know the same servers.
+            told = {_place(each) for each in known.placements}
+            known.placements.extend(each for each in others if _place(each) not in told)
         elif others:
             del match.placements[:]
             match.placements.extend(others)
-            merged.setdefault(identity(match), match)
+            merged[identity(match)] = match
     return sorted(merged.values(), key=lambda each: (each.prompt_position, identity(each) not in local))
+
+
+def _place(placement: placement_pb2.Placement) -> tuple[str, int, str]:
+    return placement.server_id, placement.tier, placement.backend
 
 
 async def ask_fleet(
