@@ -157,6 +157,7 @@ class CacheServer:
                 rejected=core.guard.rejected,
                 task_deaths=core.supervisor.deaths,
                 draining=core.guard.draining,
+                **core.fleet.facts(),
             )
 
         return server_registry(self._rpcs, read, version=server_version(), server_id=core.server_id)

@@ -98,6 +98,7 @@ class FleetLinks:
         except Exception:
             # It serves all the same: a fleet is never worth more than that.
             log.exception("the membership at %s has ended", member.state.address)
+            member.state.registered = False
             member.state.problem = "failed inside this server; its log tells more"
 
     async def leave(self) -> None:
@@ -125,6 +126,19 @@ class FleetLinks:
     def states(self) -> list[tuple[LinkState, int]]:
         """With the last batch that arrived there."""
         return [(each.state, each.reader.acknowledged if each.reader else 0) for each in self.members]
+
+    def facts(self) -> dict[str, Any]:
+        """As fields of `ServerState`."""
+        journal = self._core.journal
+        facts: dict[str, Any] = {
+            "registered": {each.state.address: each.state.registered for each in self.members},
+            "reporting": {each.state.address: each.state.reporting for each in self.members if each.reader},
+        }
+        if journal is not None:
+            facts["journal_batches"] = journal.held_batches
+            facts["journal_bytes"] = journal.held_bytes
+            facts["dropped_batches"] = journal.dropped_batches
+        return facts
 
     def _member(self, channel: ChannelConfig) -> Membership:
         core = self._core

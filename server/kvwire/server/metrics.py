@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 from kvwire.serving.metrics import Metric, RpcMetrics, counter, gauge, program_registry
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Mapping
 
     from prometheus_client import CollectorRegistry
 
@@ -20,13 +20,22 @@ OPEN_STREAMS: Final = frozenset({"Attach", "SubscribeKvEvents"})
 
 @dataclass(frozen=True, slots=True)
 class ServerState:
-    """What a scrape reads beside the RPCs. `rejected` counts calls refused for load."""
+    """What a scrape reads beside the RPCs. `rejected` counts calls refused for load.
+
+    `registered` and `reporting` are by the coordinator's address; `reporting` has those that events go to
+    over gRPC. `journal_batches` and `journal_bytes` are held, `dropped_batches` counts.
+    """
 
     engine: EngineStatus
     calls_in_flight: int = 0
     rejected: int = 0
     task_deaths: int = 0
     draining: bool = False
+    registered: Mapping[str, bool] = field(default_factory=dict)
+    reporting: Mapping[str, bool] = field(default_factory=dict)
+    journal_batches: int = 0
+    journal_bytes: int = 0
+    dropped_batches: int = 0
 
 
 SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
@@ -123,12 +132,40 @@ SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
         "Resident bytes that no lease or pin holds.",
         lambda s: s.engine.l1.evictable_bytes,
     ),
+    gauge(
+        "kvwire_memory_pinned_bytes",
+        "Resident bytes that no eviction and no Clear takes.",
+        lambda s: s.engine.l1.pinned_bytes,
+    ),
     gauge("kvwire_chunks", "Chunks with at least one object.", lambda s: s.engine.l1.chunks),
     gauge("kvwire_objects", "Resident objects.", lambda s: s.engine.l1.objects),
     gauge(
         "kvwire_chunk_size_tokens",
         "The bound chunk size; 0 before negotiation.",
         lambda s: s.engine.chunk_size,
+    ),
+    gauge(
+        "kvwire_coordinator_registered",
+        "1 while this server is a member of the fleet, by coordinator.",
+        lambda s: s.registered,
+        "coordinator",
+    ),
+    gauge(
+        "kvwire_coordinator_reporting",
+        "1 while events go there over gRPC, by coordinator.",
+        lambda s: s.reporting,
+        "coordinator",
+    ),
+    gauge(
+        "kvwire_event_journal_batches",
+        "Batches of events that have not arrived everywhere.",
+        lambda s: s.journal_batches,
+    ),
+    gauge("kvwire_event_journal_bytes", "Their size.", lambda s: s.journal_bytes),
+    counter(
+        "kvwire_event_batches_dropped_total",
+        "Batches of events that were dropped before they arrived everywhere.",
+        lambda s: s.dropped_batches,
     ),
     gauge("kvwire_draining", "1 while the server takes no new work.", lambda s: float(s.draining)),
     counter(

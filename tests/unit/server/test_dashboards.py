@@ -37,7 +37,8 @@ def exported():
     )
     rpcs = RpcMetrics(OPEN_STREAMS)
     rpcs("Lookup", "OK", 0.1)
-    registry = server_registry(rpcs, lambda: ServerState(engine), version="1", server_id="a")
+    state = ServerState(engine, registered={"coordinator:1": True}, reporting={"coordinator:1": True})
+    registry = server_registry(rpcs, lambda: state, version="1", server_id="a")
     families = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):
         names = {sample.name for sample in family.samples} | {family.name}

@@ -86,6 +86,19 @@ def test_state_of_the_engine():
     assert found["process_resident_memory_bytes", ""] > 0
 
 
+def test_the_fleet_by_coordinator():
+    found = scrape(
+        registered={"a:1": True, "b:1": False}, reporting={"a:1": False}, journal_batches=3, dropped_batches=2
+    )
+    assert found["kvwire_coordinator_registered", "coordinator=a:1"] == 1
+    assert found["kvwire_coordinator_registered", "coordinator=b:1"] == 0
+    assert found["kvwire_coordinator_reporting", "coordinator=a:1"] == 0
+    assert ("kvwire_coordinator_reporting", "coordinator=b:1") not in found
+    assert found["kvwire_event_journal_batches", ""] == 3
+    assert found["kvwire_event_batches_dropped_total", ""] == 2
+    assert not any(name == "kvwire_coordinator_registered" for name, _ in scrape())
+
+
 def test_a_state_that_cannot_be_read_yet_does_not_keep_a_server_from_starting():
     registry = server_registry(RpcMetrics(OPEN_STREAMS), lambda: 1 / 0, version="1", server_id="a")
     with pytest.raises(ZeroDivisionError):
