@@ -1,28 +1,36 @@
-"""/metrics and /healthz over HTTP, for scrapers and probes. GET and HEAD only, one request per connection."""
+"""/metrics, /healthz and pages over HTTP, for scrapers, probes and people.
+
+GET and HEAD only, one request per connection. A route may answer with a stream, such as server-sent events.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ConfigError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import AsyncGenerator, Callable, Mapping
+    from typing import TypeAlias
 
     from prometheus_client import CollectorRegistry
 
-    Route = Callable[[Mapping[str, str]], "Response"]
+    Answer: TypeAlias = "Response | Stream"
+    Route: TypeAlias = Callable[[Mapping[str, str]], Answer]
 
 log = logging.getLogger("kvwire.serving")
 
 MAX_HEAD_BYTES: Final = 8192
 MAX_CONNECTIONS: Final = 32
+"""Without the streams: open pages leave room for scrapers and probes."""
+MAX_STREAMS: Final = 16
 REQUEST_S: Final = 5.0
-"""For a client to send its request, and to take the answer."""
+"""For a client to send its request, and to take the answer or the next piece of a stream."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +38,20 @@ class Response:
     body: bytes
     content_type: str = "text/plain; charset=utf-8"
     status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """Pieces are made for as long as the client takes them, and a client that is gone is noticed by the next.
+
+    No length is told: the end of it all is the end.
+    """
+
+    pieces: Callable[[], AsyncGenerator[bytes, None]]
+    content_type: str = "text/event-stream"
+    status: HTTPStatus = HTTPStatus.OK
+    headers: Mapping[str, str] = field(default_factory=dict)
 
 
 class HttpServer:
@@ -39,6 +61,7 @@ class HttpServer:
         self._routes = routes
         self._server: asyncio.Server | None = None
         self._connections: set[asyncio.Task[None]] = set()
+        self._streams = 0
 
     async def start(self, address: str) -> str:
         """Listen on HOST:PORT and return the address with its real port. Raises ConfigError."""
@@ -67,8 +90,8 @@ class HttpServer:
         await self._server.wait_closed()
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._connections) >= MAX_CONNECTIONS:
-            writer.close()
+        if len(self._connections) - self._streams >= MAX_CONNECTIONS:
+            writer.transport.abort()
             return
         task = asyncio.get_running_loop().create_task(self._serve(reader, writer), name="kvwire-http")
         self._connections.add(task)
@@ -77,28 +100,53 @@ class HttpServer:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             async with asyncio.timeout(REQUEST_S):
-                writer.write(self._answer(await reader.readuntil(b"\r\n\r\n")))
+                answer, method = self._answer(await reader.readuntil(b"\r\n\r\n"))
+                writer.write(encode(answer, with_body=method != "HEAD"))
                 await writer.drain()
+            if isinstance(answer, Stream) and method == "GET":
+                await self._stream(answer, writer)
         except asyncio.LimitOverrunError:
             writer.write(encode(_plain(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE), with_body=True))
-        except (TimeoutError, asyncio.IncompleteReadError, ConnectionError):
+        except TimeoutError:
+            # Closing would wait until the client has taken the rest.
+            writer.transport.abort()
+        except (asyncio.IncompleteReadError, ConnectionError):
             pass
         finally:
             writer.close()
 
-    def _answer(self, head: bytes) -> bytes:
+    async def _stream(self, stream: Stream, writer: asyncio.StreamWriter) -> None:
+        self._streams += 1
+        try:
+            async with contextlib.aclosing(stream.pieces()) as pieces:
+                async for piece in pieces:
+                    writer.write(piece)
+                    async with asyncio.timeout(REQUEST_S):
+                        await writer.drain()
+        except (TimeoutError, ConnectionError):
+            raise
+        except Exception:
+            log.exception("a stream failed")
+        finally:
+            self._streams -= 1
+
+    def _answer(self, head: bytes) -> tuple[Answer, str]:
+        """What to send, and the method."""
         request, _, rest = head.decode("latin-1").partition("\r\n")
         try:
             method, target, version = request.split(" ")
         except ValueError:
-            return encode(_plain(HTTPStatus.BAD_REQUEST), with_body=True)
+            return _plain(HTTPStatus.BAD_REQUEST), ""
         if not version.startswith("HTTP/1."):
-            return encode(_plain(HTTPStatus.BAD_REQUEST), with_body=True)
+            return _plain(HTTPStatus.BAD_REQUEST), ""
         if method not in {"GET", "HEAD"}:
-            return encode(_plain(HTTPStatus.METHOD_NOT_ALLOWED), with_body=True)
-        return encode(self._route(target.partition("?")[0], parse_headers(rest)), with_body=method == "GET")
+            return _plain(HTTPStatus.METHOD_NOT_ALLOWED), ""
+        answer = self._route(target.partition("?")[0], parse_headers(rest))
+        if isinstance(answer, Stream) and self._streams >= MAX_STREAMS:
+            return _plain(HTTPStatus.SERVICE_UNAVAILABLE), method
+        return answer, method
 
-    def _route(self, path: str, headers: Mapping[str, str]) -> Response:
+    def _route(self, path: str, headers: Mapping[str, str]) -> Answer:
         route = self._routes.get(path)
         if route is None:
             return Response(
@@ -134,16 +182,16 @@ def parse_headers(text: str) -> dict[str, str]:
     return {name.strip().lower(): value.strip() for name, _, value in pairs}
 
 
-def encode(response: Response, *, with_body: bool) -> bytes:
-    status = response.status
-    head = (
-        f"HTTP/1.1 {status.value} {status.phrase}\r\n"
-        f"Content-Type: {response.content_type}\r\n"
-        f"Content-Length: {len(response.body)}\r\n"
-        "Cache-Control: no-store\r\n"
-        "Connection: close\r\n\r\n"
-    )
-    return head.encode("latin-1") + (response.body if with_body else b"")
+def encode(answer: Answer, *, with_body: bool) -> bytes:
+    """The head, and the body of what is no stream."""
+    body = answer.body if isinstance(answer, Response) else b""
+    fields = {"Content-Type": answer.content_type, **answer.headers}
+    if isinstance(answer, Response):
+        fields["Content-Length"] = str(len(body))
+    fields |= {"Cache-Control": "no-store", "Connection": "close"}
+    head = "".join(f"{name}: {value}\r\n" for name, value in fields.items())
+    first = f"HTTP/1.1 {answer.status.value} {answer.status.phrase}\r\n"
+    return f"{first}{head}\r\n".encode("latin-1") + (body if with_body else b"")
 
 
 def _plain(status: HTTPStatus) -> Response:
