@@ -89,6 +89,50 @@ def test_status_for_people(capfd):
     assert "not negotiated yet" in capfd.readouterr().out
 
 
+def test_status_tells_membership_and_events_as_two_facts(capfd):
+    reply = admin.GetStatusResponse()
+    reply.events.closed_sequence = 12
+    reply.events.held_batches, reply.events.held_bytes, reply.events.dropped_batches = 3, 2048, 5
+    for address, registered, reporting in (
+        ("one:1", True, True),
+        ("two:1", True, False),
+        ("xyz:1", False, False),
+    ):
+        reply.coordinators.add(address=address, registered=registered, reporting=reporting)
+    one, two, three = reply.coordinators
+    one.acknowledged_sequence = 9
+    one.heartbeat_age.FromMilliseconds(1500)
+    two.sharing_problem = "chunk size 8"
+    three.problem = "nobody answers"
+    print_status(reply)
+    shown = capfd.readouterr().out
+    assert "12 batches told, 3 not arrived everywhere (2 KiB), 5 dropped before" in shown
+    rows = {line.split()[0]: " ".join(line.split()[1:]) for line in shown.splitlines() if ":1 " in line}
+    assert rows == {
+        "one:1": "yes arrive 9 1.5 s -",
+        "two:1": "yes do not arrive - never chunk size 8",
+        "xyz:1": "no do not arrive - never nobody answers",
+    }
+
+
+def test_status_tells_events_that_go_to_kafka(capfd):
+    reply = admin.GetStatusResponse()
+    reply.coordinators.add(address="one:1", registered=True)
+    reply.events.kafka_topic, reply.events.kafka_sequence = "events", 7
+    reply.events.kafka_problem = "no broker"
+    print_status(reply)
+    shown = capfd.readouterr().out
+    assert "topic events, 7 batches arrived: no broker" in shown
+    assert "by kafka" in shown
+
+
+def test_status_of_a_server_without_a_fleet_tells_nothing_of_one(capfd):
+    print_status(admin.GetStatusResponse())
+    shown = capfd.readouterr().out
+    assert "coordinator" not in shown
+    assert "events" not in shown
+
+
 class FakeClient:
     def __init__(self, *namespaces):
         self.reply = admin.GetStatusResponse()

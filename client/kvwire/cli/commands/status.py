@@ -37,8 +37,15 @@ def status(settings: ClientSettings, *, output: render.Output = "table") -> int:
 
 
 def print_status(reply: admin.GetStatusResponse) -> None:
-    render.print_fields([*_server(reply), *_cache(reply), *_traffic(reply), *_problems(reply)])
+    fields = [*_server(reply), *_cache(reply), *_traffic(reply), *_events(reply), *_problems(reply)]
+    render.print_fields(fields)
     told = render.plain(reply)
+    if reply.coordinators:
+        render.print_rows(
+            ("coordinator", "member", "events", "#arrived", "#answered", "problem"),
+            [_link_row(each, reply) for each in reply.coordinators],
+            title="\ncoordinators",
+        )
     if told["registrations"]:
         render.print_rows(
             ("client", "engine", "role", "#rank", "path", "why", "attached", "#idle"),
@@ -112,6 +119,22 @@ def _traffic(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
         yield "expired", f"{counters.expired_leases} leases"
 
 
+def _events(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    """Of a server that has somebody to tell."""
+    if not reply.HasField("events"):
+        return
+    events = reply.events
+    told = f"{events.closed_sequence} batches told"
+    if events.held_batches:
+        told += f", {events.held_batches} not arrived everywhere ({units.format_size(events.held_bytes)})"
+    if events.dropped_batches:
+        told += f", {events.dropped_batches} dropped before (a snapshot takes their place)"
+    yield "events", told
+    if events.kafka_topic:
+        told = f"topic {events.kafka_topic}, {events.kafka_sequence} batches arrived"
+        yield "kafka", f"{told}: {events.kafka_problem}" if events.kafka_problem else told
+
+
 def _problems(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
     for task in reply.tasks:
         if not task.running and task.error:
@@ -129,6 +152,23 @@ def _client_row(client: dict[str, object]) -> tuple[object, ...]:
         client["path_reason"] or "-",
         "yes" if client["attached"] else "no",
         units.format_duration(idle) if isinstance(idle, float | int) else "-",
+    )
+
+
+def _link_row(link: admin.CoordinatorLink, reply: admin.GetStatusResponse) -> tuple[object, ...]:
+    """Being a member and reporting are two facts."""
+    silent = (
+        "by kafka" if reply.events.kafka_topic else "do not arrive" if reply.HasField("events") else "off"
+    )
+    reports = "arrive" if link.reporting else silent
+    answered = link.heartbeat_age.ToNanoseconds() / 1e9 if link.HasField("heartbeat_age") else None
+    return (
+        link.address,
+        "yes" if link.registered else "no",
+        reports,
+        link.acknowledged_sequence if link.reporting else "-",
+        "never" if answered is None else units.format_duration(answered),
+        "; ".join(filter(None, (link.problem, link.sharing_problem))) or "-",
     )
 
 
