@@ -29,11 +29,21 @@ def produce(producer, batch, key=None):
     assert producer.flush(10) == 0
 
 
+def offsets(broker) -> list[int]:
+    """What Kafka's tools show of the coordinator."""
+    consumer = kafka.Consumer({"bootstrap.servers": broker.address, "group.id": "tools"})
+    try:
+        places = consumer.committed([kafka.TopicPartition(TOPIC, number) for number in range(4)], timeout=5)
+        return [place.offset for place in places if place.offset >= 0]
+    finally:
+        consumer.close()
+
+
 def test_records_are_applied_once_held_until_the_server_joins_and_bad_ones_are_skipped(tmp_path):
     run = os.urandom(16)
     with kafka_broker() as broker:
         producer = kafka.Producer({"bootstrap.servers": broker.address})
-        with coordinator_process(tmp_path, "--kafka", broker.address) as program:
+        with coordinator_process(tmp_path, "--kafka", broker.address, "--kafka-group=tools") as program:
             stub = program.stub()
             stats = lambda: stub.GetDirectoryStats(pb.GetDirectoryStatsRequest(), timeout=5)  # noqa: E731
             assert "kafka" in stats().sources
@@ -45,5 +55,7 @@ def test_records_are_applied_once_held_until_the_server_joins_and_bad_ones_are_s
             info = pb.ServerInfo(server_id="a", incarnation=run, addresses=["127.0.0.1:9"])
             stub.RegisterServer(pb.RegisterServerRequest(server=info), timeout=5)
             eventually(lambda: stats().duplicate_batches == 1)
+            assert stats().refused_batches == 1
             produce(producer, record("a", run, 2))
             eventually(lambda: stats().placements == 2)
+            eventually(lambda: offsets(broker))

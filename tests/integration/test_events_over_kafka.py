@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -140,6 +141,30 @@ def test_a_record_that_comes_twice_changes_nothing_and_a_gap_is_healed_by_a_snap
         client.store("t", OTHER_FOUR)
         eventually(lambda: located(stub, client.keys(OTHER_FOUR)) == ["a"] and whole(stub))
         eventually(lambda: stats(stub).placements == 8)
+
+
+def test_both_stop_in_time_while_the_broker_hangs(short_tmp):
+    with fleet(short_tmp) as (broker, coordinator, server, client):
+        stub = coordinator.stub()
+        client.store("s", FOUR)
+        eventually(lambda: client.status().events.kafka_sequence)
+        broker.send_signal(signal.SIGSTOP)
+        client.store("t", OTHER_FOUR)
+        assert client.hits(OTHER_FOUR) == 4
+        eventually(lambda: member(stub))
+        server.terminate()
+        coordinator.terminate()
+
+
+def test_without_a_broker_snapshots_tell_what_there_is(short_tmp):
+    nowhere = SimpleNamespace(address="127.0.0.1:9")
+    with (
+        coordinator_process(short_tmp, *FAST, "--kafka", nowhere.address) as coordinator,
+        cache_server(short_tmp, nowhere) as (_, client),
+    ):
+        client.store("s", FOUR)
+        eventually(lambda: located(coordinator.stub(), client.keys(FOUR)) == ["a"])
+        eventually(lambda: client.status().events.kafka_problem)
 
 
 def test_a_setting_that_librdkafka_does_not_know_is_refused_at_the_start():

@@ -40,9 +40,7 @@ class CoordinatorConfig:
     )
     kafka: str = setting("Bootstrap servers of a Kafka that events come from, HOST:PORT,... Empty: off.", "")
     kafka_topic: str = setting("Topic of the events.", "kvwire-events")
-    kafka_group: str = setting(
-        "Consumer group under which offsets show in Kafka's tools. Empty: one of this coordinator's own.", ""
-    )
+    kafka_group: str = setting("Consumer group under which offsets show in Kafka's tools. Empty: none.", "")
     kafka_config: tuple[str, ...] = setting(
         "Further setting of librdkafka, KEY=VALUE (SASL, TLS). Repeatable.", (), secret=True
     )
