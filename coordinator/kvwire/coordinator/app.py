@@ -17,6 +17,7 @@ from kvwire.coordinator.checkpoint import FILE_NAME
 from kvwire.coordinator.core import Core
 from kvwire.coordinator.keeping import Checkpoints
 from kvwire.coordinator.metrics import coordinator_registry
+from kvwire.coordinator.page import FleetPage
 from kvwire.coordinator.pulls import Pulls
 from kvwire.coordinator.service import (
     OPEN_STREAMS,
@@ -58,6 +59,7 @@ class Coordinator:
         self._pulls = Pulls(self.core)
         self._parts = [self.core.intentions, *optional_parts(self.core)]
         self._health = health.aio.HealthServicer()
+        self._page = FleetPage(self.core, self.problem)
         self._http = HttpServer(self._routes())
         self.http_address = ""
         self._grpc = self._make_grpc()
@@ -76,6 +78,8 @@ class Coordinator:
             raise
         core.supervisor.start("tick", upkeep.tick(core, self._pulls))
         core.supervisor.start("sweep", upkeep.sweep(core))
+        if self.config.http:
+            core.supervisor.start("page", self._page.watch())
         await self._set_health(serving=True)
 
     async def stop(self, grace: float | None = None) -> None:
@@ -143,7 +147,11 @@ class Coordinator:
         registry = coordinator_registry(
             self._rpcs, self.core, version=server_version(), name=socket.gethostname()
         )
-        return {**server_routes(registry, self.problem), "/healthz": self._healthz}
+        return {
+            **server_routes(registry, self.problem),
+            "/healthz": self._healthz,
+            **self._page.routes(),
+        }
 
     def _healthz(self, _headers: Mapping[str, str]) -> Response:
         """A silent member is no fault of the coordinator: it is well, and says so."""
