@@ -8,6 +8,7 @@ from pathlib import Path
 from kvwire.cli.settings import settings_of
 from kvwire.coordinator import convert, fleet, pulls, questions, service, watching
 from kvwire.coordinator.config import CoordinatorConfig
+from kvwire.server.config import ServerConfig
 
 PAGE = (Path(__file__).parents[2] / "docs/coordinator.md").read_text()
 LIMITS = {
@@ -34,6 +35,13 @@ def rows(title):
 def test_the_settings_are_the_programs():
     told = {flag.strip("`"): default for flag, default, _ in rows("Settings")}
     assert told == {each.flag: each.shown(each.default) for each in settings_of(CoordinatorConfig)}
+
+
+def test_the_settings_of_a_member_are_the_servers():
+    known = {each.flag: each.shown(each.default) for each in settings_of(ServerConfig)}
+    told = {row[0].strip("`"): row[1] for row in rows("What a server does") if row[0].startswith("`--")}
+    assert len(told) > 10
+    assert told == {flag: known[flag] for flag in told}
 
 
 def test_the_limits_are_the_codes():

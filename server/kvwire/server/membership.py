@@ -16,7 +16,13 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from kvwire.client.status import from_rpc_error
-from kvwire.errors import IncarnationStale, KvwireError, ServerNotRegistered
+from kvwire.errors import (
+    DeadlineExceeded,
+    IncarnationStale,
+    KvwireError,
+    ServerNotRegistered,
+    Unavailable,
+)
 from kvwire.server.reporting.rpc import RpcReporter
 from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import coordinator_service_pb2_grpc
@@ -204,7 +210,13 @@ class Membership:
         return reply
 
     def _typed(self, method: str, error: grpc.aio.AioRpcError) -> KvwireError:
-        return from_rpc_error(error, address=self.state.address, method=method, seconds=CALL_S)
+        address = self.state.address
+        typed = from_rpc_error(error, address=address, method=method, seconds=CALL_S)
+        if isinstance(typed, Unavailable):
+            return Unavailable(f"no coordinator answers there: {error.details()}", address=address)
+        if isinstance(typed, DeadlineExceeded):
+            return DeadlineExceeded(f"the coordinator does not answer {method} within {CALL_S:.0f} s")
+        return typed
 
     def _lost(self, error: Exception) -> None:
         state = self.state
