@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 
 import pytest
 
+from kvwire.errors import MissingExtra
 from kvwire.server.config import ServerConfig
 from kvwire.server.journal import Closed, Entry, EventKind, Journal, JournalLimits
 from kvwire.server.reporting import kafka as module
@@ -15,6 +17,15 @@ from kvwire.server.reporting.kafka import RECORD_BYTES, WINDOW, KafkaReporter, r
 from kvwire.v1 import event_pb2
 
 confluent_kafka = pytest.importorskip("confluent_kafka")
+
+
+class Refusal(str):
+    """As `confluent_kafka.KafkaError`."""
+
+    __slots__ = ()
+
+    def str(self):
+        return self
 
 
 class Broker:
@@ -45,7 +56,7 @@ class Producer:
         while self.waiting and not self.broker.hold:
             sequence, tell = self.waiting.pop(0)
             if self.broker.refuse:
-                tell(self.broker.refuse.pop(0), None)
+                tell(Refusal(self.broker.refuse.pop(0)), None)
             else:
                 self.broker.taken.append(sequence)
                 tell(None, None)
@@ -134,6 +145,12 @@ async def test_what_is_noted_last_is_sent_at_a_stop(broker):
         await asyncio.sleep(0.02)
         broker.hold = False
     assert broker.taken == [1, 2]
+
+
+def test_without_the_package_the_missing_extra_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "confluent_kafka", None)
+    with pytest.raises(MissingExtra, match="kafka"):
+        KafkaReporter(ServerConfig(report_events="kafka", kafka="127.0.0.1:9"))
 
 
 def test_a_record_that_is_too_large_goes_without_its_tokens():

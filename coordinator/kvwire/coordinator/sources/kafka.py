@@ -96,7 +96,7 @@ class KafkaSource:
             added = await self._call(self._assign)
         except self._client.KafkaException as error:
             self._look_at = time.monotonic() + _RETRY_S
-            self._trouble(str(error))
+            self._trouble(error.args[0].str())
             return
         self._looked = True
         if self._offsets:
@@ -137,7 +137,7 @@ class KafkaSource:
 
     async def _receive(self, message: Any) -> None:
         if message.error() is not None:
-            self._trouble(str(message.error()))
+            self._trouble(message.error().str())
             return
         self.problem = ""
         batch = _parse(message.key(), message.value())
@@ -183,7 +183,7 @@ class KafkaSource:
 
     def _on_error(self, error: Any) -> None:
         """In the thread, from librdkafka, which goes on trying."""
-        self.problem = str(error)
+        self._trouble(error.str())
 
     def _bad(self, why: str) -> None:
         self.bad_records += 1
@@ -220,6 +220,8 @@ def _consumer(config: Any, on_error: Callable[[Any], None]) -> tuple[Any, Any]:
         "auto.offset.reset": "earliest",
         "queued.max.messages.kbytes": 16384,
         "reconnect.backoff.max.ms": 2000,
+        # It would log each attempt. What it tells `on_error` is logged now and then.
+        "log_level": 0,
         **dict(each.split("=", 1) for each in config.kafka_config),
     }
     try:

@@ -145,7 +145,7 @@ class KafkaReporter:
         reports = self._reports
 
         def delivered(error: Any, _message: Any) -> None:
-            reports.append((sequence, str(error) if error is not None else ""))
+            reports.append((sequence, error.str() if error is not None else ""))
 
         self._producer.produce(self.topic, key=self._key, value=record(closed), on_delivery=delivered)
 
@@ -165,7 +165,7 @@ class KafkaReporter:
 
     def _on_error(self, error: Any) -> None:
         """In the thread, from librdkafka, which goes on trying."""
-        self._trouble(str(error))
+        self._trouble(error.str())
 
     def _trouble(self, problem: str) -> None:
         self.problem = problem
@@ -199,6 +199,8 @@ def _producer_maker(config: ServerConfig, on_error: Callable[[Any], None]) -> Ca
         "message.timeout.ms": 0,
         "socket.timeout.ms": 10_000,
         "reconnect.backoff.max.ms": 2000,
+        # It would log each attempt. What it tells `on_error` is logged now and then.
+        "log_level": 0,
         "partitioner": "murmur2_random",
         **dict(each.split("=", 1) for each in config.kafka_config),
     }
