@@ -43,7 +43,9 @@ def test_records_are_applied_once_held_until_the_server_joins_and_bad_ones_are_s
     run = os.urandom(16)
     with kafka_broker() as broker:
         producer = kafka.Producer({"bootstrap.servers": broker.address})
-        with coordinator_process(tmp_path, "--kafka", broker.address, "--kafka-group=tools") as program:
+        with coordinator_process(
+            tmp_path, "--kafka", broker.address, "--kafka-group=tools", "--http=127.0.0.1:0"
+        ) as program:
             stub = program.stub()
             stats = lambda: stub.GetDirectoryStats(pb.GetDirectoryStatsRequest(), timeout=5)  # noqa: E731
             assert "kafka" in stats().sources
@@ -59,3 +61,4 @@ def test_records_are_applied_once_held_until_the_server_joins_and_bad_ones_are_s
             produce(producer, record("a", run, 2))
             eventually(lambda: stats().placements == 2)
             eventually(lambda: offsets(broker))
+            assert "kvwire_coordinator_kafka_lag_records" in program.get("/metrics")[1]

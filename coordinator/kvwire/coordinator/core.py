@@ -55,6 +55,7 @@ class Core:
         self.intake = Intake(self.fleet, self.events.tell, self.pulls_due.set)
         self.servers = ServerWatchers(self.member, config.max_watchers)
         self.sources: tuple[str, ...] = ("rpc",)
+        self.kafka_lag = 0
         self.checkpoint = "off"
         # What a source of events keeps with the checkpoint, by its name, and what it has kept.
         self.kept: dict[str, Callable[[], Any]] = {}

@@ -96,6 +96,11 @@ METRICS: Final[tuple[Metric[Core], ...]] = (
         "The oldest of the members' last batches, as it was when it arrived.",
         lambda c: c.intake.worst_lag,
     ),
+    gauge(
+        "kvwire_coordinator_kafka_lag_records",
+        "Records of the topic that were not read yet.",
+        lambda c: c.kafka_lag,
+    ),
     gauge("kvwire_coordinator_keys", "Chunk keys.", lambda c: c.fleet.directory.stats().keys),
     gauge("kvwire_coordinator_placements", "Placements.", lambda c: c.fleet.directory.stats().placements),
     gauge(

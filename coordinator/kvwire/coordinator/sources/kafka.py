@@ -33,7 +33,7 @@ _METADATA_S: Final = 2.0
 _LOOK_S: Final = 30.0
 _RETRY_S: Final = 1.0
 _STOP_S: Final = 2.0
-_COMMIT_S: Final = 2.0
+_TELL_S: Final = 2.0
 _LOG_S: Final = 30.0
 
 
@@ -52,7 +52,7 @@ class KafkaSource:
         self._offsets: dict[int, int] = {}
         self._looked = False
         self._look_at = 0.0
-        self._commit_at = 0.0
+        self._tell_at = 0.0
         self._logged_at = -_LOG_S
         self.problem = ""
         self.bad_records = 0
@@ -86,9 +86,10 @@ class KafkaSource:
             for message in await self._call(self._consumer.consume, _RECORDS, _POLL_S):
                 await self._receive(message)
             await self._retry_held()
-            if self._core.config.kafka_group and time.monotonic() >= self._commit_at:
-                self._commit_at = time.monotonic() + _COMMIT_S
-                await self._call(self._commit)
+            if time.monotonic() >= self._tell_at:
+                self._tell_at = time.monotonic() + _TELL_S
+                with contextlib.suppress(self._client.KafkaException):
+                    self._core.kafka_lag = await self._call(self._tell)
 
     async def _look(self) -> None:
         """Read partitions that are not read yet."""
@@ -125,15 +126,18 @@ class KafkaSource:
             self._consumer.incremental_assign(wanted)
         return len(wanted)
 
-    def _commit(self) -> None:
-        """In the thread. For who watches the group with Kafka's tools: it is never read here."""
-        places = [
-            self._client.TopicPartition(self._topic, partition, offset)
-            for partition, offset in self._offsets.items()
-        ]
-        with contextlib.suppress(self._client.KafkaException):
-            if places:
-                self._consumer.commit(offsets=places, asynchronous=True)
+    def _tell(self) -> int:
+        """In the thread: how far behind it is. A group is for Kafka's tools, and never read here."""
+        lag = 0
+        places = []
+        for partition, offset in self._offsets.items():
+            place = self._client.TopicPartition(self._topic, partition, offset)
+            places.append(place)
+            _, high = self._consumer.get_watermark_offsets(place, cached=True)
+            lag += max(high - offset, 0)
+        if places and self._core.config.kafka_group:
+            self._consumer.commit(offsets=places, asynchronous=True)
+        return lag
 
     async def _receive(self, message: Any) -> None:
         if message.error() is not None:
