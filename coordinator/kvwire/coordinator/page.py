@@ -42,11 +42,16 @@ class FleetPage:
         self._known: dict[str, MemberView] = {}
         self._left: dict[str, tuple[float, MemberView]] = {}
         self._turn = asyncio.Condition()
+        self._message = b""
         self._page, self._policy = load_page()
 
     def routes(self) -> dict[str, Route]:
         def index(_headers: Mapping[str, str]) -> Response:
-            headers = {"Content-Security-Policy": self._policy, "Referrer-Policy": "no-referrer"}
+            headers = {
+                "Content-Security-Policy": self._policy,
+                "Referrer-Policy": "no-referrer",
+                "X-Content-Type-Options": "nosniff",
+            }
             return Response(self._page, "text/html; charset=utf-8", headers=headers)
 
         def state(_headers: Mapping[str, str]) -> Response:
@@ -66,6 +71,7 @@ class FleetPage:
             self._rates.append((events - last) / max(now - at, 1e-3))
             last, at = events, now
             self._note_members(now)
+            self._message = b""
             async with self._turn:
                 self._turn.notify_all()
 
@@ -85,7 +91,9 @@ class FleetPage:
     async def _follow(self) -> AsyncGenerator[bytes, None]:
         yield b"retry: 1000\n\n"
         while True:
-            yield b"data: " + self._json() + b"\n\n"
+            # One for all viewers of this turn.
+            self._message = self._message or b"data: " + self._json() + b"\n\n"
+            yield self._message
             async with self._turn:
                 await self._turn.wait()
 
@@ -107,7 +115,7 @@ class FleetPage:
             "interval": self._interval,
             "summary": self._summary(views),
             "rates": [round(rate, 1) for rate in self._rates],
-            "members": [self._member(view) for view in views[:MAX_SHOWN]],
+            "members": [self._member(view) for view in _shown(views)],
             "left": [
                 {"id": server_id, "ago": now - at, "addresses": view.info.addresses}
                 for server_id, (at, view) in reversed(self._left.items())
@@ -155,6 +163,14 @@ class FleetPage:
             "placements": view.placements,
             "problem": view.sharing_problem,
         }
+
+
+def _shown(views: list[MemberView]) -> list[MemberView]:
+    """By id; where there are too many, those with a problem stay."""
+    if len(views) <= MAX_SHOWN:
+        return views
+    first = sorted(views, key=lambda view: view.reporting is Reporting.CURRENT and not view.sharing_problem)
+    return sorted(first[:MAX_SHOWN], key=lambda view: view.info.server_id)
 
 
 def load_page() -> tuple[bytes, str]:
