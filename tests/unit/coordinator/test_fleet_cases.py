@@ -330,3 +330,18 @@ def test_batches_of_the_schema_are_taken_as_they_are():
     ((hit, (placement,)),) = run.fleet.match_blend(space, tokens)
     assert hit.key == key
     assert (placement.tier, placement.backend, placement.size_bytes, placement.uses) == (L2, "disk", 77, 2)
+
+
+def test_what_was_told_before_there_was_a_chunk_size_is_asked_for_again():
+    run = FleetRun(config=FleetConfig(blend_bytes=1 << 20))
+    server = run.servers["one"] = FakeServer("one", chunk_size=0)
+    run.join(server)
+    run.tell("one", store(A))
+    assert (run.fleet.blend, run.reporting("one")) == (None, "current")
+    server.held = {(L1, A): 100}
+    server.chunk_size = 4
+    run.fleet.register(server.info, run.now)
+    assert run.fleet.blend is not None
+    assert run.reporting("one") == "resyncing"
+    assert run.heal() == 1
+    assert (run.holders(A), run.reporting("one")) == ({("one", L1)}, "current")
