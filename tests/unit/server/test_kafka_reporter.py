@@ -37,8 +37,11 @@ class Broker:
         self.producers = 0
         self.refuse: list[str] = []
         self.hold = False
+        self.away = False
+        self.on_error = None
 
-    def producer(self, _settings, **_):
+    def producer(self, _settings, *, error_cb, **_):
+        self.on_error = error_cb
         self.producers += 1
         return Producer(self)
 
@@ -62,6 +65,10 @@ class Producer:
                 tell(None, None)
 
     flush = poll
+
+    def list_topics(self, _topic, *, timeout):
+        if self.broker.away:
+            raise confluent_kafka.KafkaException("away")
 
     def purge(self):
         self.waiting.clear()
@@ -120,6 +127,18 @@ async def test_what_was_refused_is_sent_again_by_a_new_producer_and_nothing_is_l
         assert broker.taken[-3:] == [1, 2, 3]
         assert broker.producers > 1
         assert not reporter.problem
+
+
+@pytest.mark.asyncio
+async def test_a_problem_is_over_when_brokers_answer_though_there_is_nothing_to_send(broker, monkeypatch):
+    monkeypatch.setattr(module, "_IDLE_S", 0.01)
+    broker.away = True
+    async with reporting() as (_, reporter):
+        broker.on_error(Refusal("all brokers are down"))
+        await asyncio.sleep(0.05)
+        assert reporter.problem == "all brokers are down"
+        broker.away = False
+        await until(lambda: not reporter.problem)
 
 
 @pytest.mark.asyncio

@@ -83,13 +83,22 @@ class KafkaSource:
         while True:
             if time.monotonic() >= self._look_at:
                 await self._look()
-            for message in await self._call(self._consumer.consume, _RECORDS, _POLL_S):
+            for message in await self._consume():
                 await self._receive(message)
             await self._retry_held()
             if time.monotonic() >= self._tell_at:
                 self._tell_at = time.monotonic() + _TELL_S
                 with contextlib.suppress(self._client.KafkaException):
                     self._core.kafka_lag = await self._call(self._tell)
+
+    async def _consume(self) -> list[Any]:
+        try:
+            messages: list[Any] = await self._call(self._consumer.consume, _RECORDS, _POLL_S)
+        except self._client.KafkaException as error:
+            self._trouble(error.args[0].str())
+            await asyncio.sleep(_RETRY_S)
+            return []
+        return messages
 
     async def _look(self) -> None:
         """Read partitions that are not read yet."""

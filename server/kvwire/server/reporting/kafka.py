@@ -98,6 +98,8 @@ class KafkaReporter:
             batches = self._reader.take(room) if room > 0 else []
             if not batches and not self._sent:
                 batches = await self._next(room)
+            if not batches and not self._sent and self.problem:
+                await self._call(self._ask)
             self._sent.extend(closed.sequence for closed in batches)
             await self._call(self._turn, batches, _POLL_S if self._sent else 0)
             self._settle()
@@ -148,6 +150,12 @@ class KafkaReporter:
             reports.append((sequence, error.str() if error is not None else ""))
 
         self._producer.produce(self.topic, key=self._key, value=record(closed), on_delivery=delivered)
+
+    def _ask(self) -> None:
+        """In the thread: whether the brokers answer again, while there is nothing to send."""
+        with contextlib.suppress(Exception):
+            self._producer.list_topics(self.topic, timeout=_IDLE_S)
+            self.problem = ""
 
     def _renew(self) -> None:
         """In the thread. Reports of the former producer are none any more."""
