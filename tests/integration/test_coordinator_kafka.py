@@ -62,3 +62,28 @@ def test_records_are_applied_once_held_until_the_server_joins_and_bad_ones_are_s
             eventually(lambda: stats().placements == 2)
             eventually(lambda: offsets(broker))
             assert "kvwire_coordinator_kafka_lag_records" in program.get("/metrics")[1]
+
+
+def test_a_coordinator_reads_on_from_its_checkpoint(tmp_path):
+    run = os.urandom(16)
+    info = pb.ServerInfo(server_id="a", incarnation=run)
+    state = f"--state={tmp_path / 'state'}"
+    with kafka_broker() as broker:
+        producer = kafka.Producer({"bootstrap.servers": broker.address})
+        produce(producer, record("a", run, 1))
+        with coordinator_process(tmp_path, "--kafka", broker.address, state) as program:
+            stub = program.stub()
+            eventually(lambda: "reading 4 partitions" in program.output())
+            stub.RegisterServer(pb.RegisterServerRequest(server=info), timeout=5)
+            produce(producer, record("a", run, 2))
+            eventually(lambda: placements(stub) == 1)
+        produce(producer, record("a", run, 3))
+        with coordinator_process(tmp_path, "--kafka", broker.address, state) as program:
+            stub = program.stub()
+            eventually(lambda: placements(stub) == 1)
+            stub.RegisterServer(pb.RegisterServerRequest(server=info), timeout=5)
+            eventually(lambda: placements(stub) == 2)
+
+
+def placements(stub) -> int:
+    return stub.GetDirectoryStats(pb.GetDirectoryStatsRequest(), timeout=5).placements
