@@ -50,7 +50,7 @@ from importlib.metadata import distribution
 from importlib.resources import files
 protos = sorted(f.name for f in files("kvwire.v1").iterdir() if f.name.endswith(".proto"))
 assert protos, "the schemas are not in the wheel"
-assert files("kvwire.coordinator").joinpath("web", "index.html").is_file(), "the fleet's page is not in the wheel"
+assert files("kvwire.coordinator").joinpath("web", "index.html").is_file(), "no page in the wheel"
 assert "Apache License" in distribution("kvwire").read_text("licenses/LICENSE")
 print(f"{len(protos)} schema files and the licence are in the wheel")
 """
