@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 import threading
 from array import array
 
@@ -10,10 +12,12 @@ import pytest
 
 from kvwire.cli import app
 from kvwire.cli.bench.prompts import Prompts
+from kvwire.cli.commands import members
 from kvwire.client import Client
+from kvwire.v1 import coordinator_service_pb2 as pb
 from support.coordinator_process import FAST, coordinator_process
 from support.fleet_member import Member, store
-from support.server_process import server_process
+from support.server_process import environment, server_process
 from support.waiting import eventually
 
 LENGTH = 1024
@@ -128,3 +132,33 @@ def test_another_program_at_the_address_is_named(fleet, capsys):
     argv = ("blend", "--server", "--model=m", "--layout-fingerprint=00", "--tokens-file", prompt)
     assert app.main([*argv, "--address", coordinator.address]) == app.FAILED
     assert f"{coordinator.address} is no cache server" in capsys.readouterr().err
+
+
+def test_members_are_followed(short_tmp, capsys, monkeypatch):
+    with (
+        coordinator_process(short_tmp, "--heartbeat=5") as coordinator,
+        Member(coordinator, "one", short_tmp) as member,
+    ):
+        member.register()
+        argv = ["members", "--watch", "--address", coordinator.address]
+        drawn = iter(range(2))
+        monkeypatch.setattr(members, "EVERY_S", 0)
+        monkeypatch.setattr(members, "print_members", lambda found: next(drawn))
+        # The third drawing ends it.
+        with pytest.raises(StopIteration):
+            app.main(argv)
+        capsys.readouterr()
+        command = [sys.executable, "-m", "kvwire.cli", *argv, "--json"]
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment()
+        ) as watching:
+            told = [json.loads(watching.stdout.readline()) for _ in range(2)]
+            assert told[0]["joined"]["server"]["server_id"] == "one"
+            assert told[1] == {"synced": True}
+            member.stub.DeregisterServer(
+                pb.DeregisterServerRequest(server_id="one", incarnation=member.incarnation)
+            )
+            assert json.loads(watching.stdout.readline()) == {"left": "one"}
+            coordinator.kill()
+            assert watching.wait(10) == app.UNREACHABLE
+            assert "cannot be reached" in watching.stderr.read()

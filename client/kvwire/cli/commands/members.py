@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import json
+import sys
+import time
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+from cyclopts import Parameter
 
 from kvwire.cli import render, units
 from kvwire.cli.flags import command_app, with_settings
-from kvwire.cli.fleet import AsJson, FleetSettings, open_fleet, seconds, tier_name, visible
+from kvwire.cli.fleet import AsJson, FleetClient, FleetSettings, open_fleet, seconds, tier_name, visible
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -15,27 +20,62 @@ TEXT = """Which cache servers are in a fleet, and do their events arrive?
 
   kvwire members
   kvwire members --address 127.0.0.1:7570 --json | jq '.members[].server.server_id'
+  kvwire members --watch
+
+With --watch the table is drawn anew every second until Ctrl-C; with --json it is one line for each change.
 
 Being alive and reporting are two facts. Events are current, lagging (some are on their way), resyncing (what
 the server holds is being fetched from it) or silent (it is alive, and what it reports does not arrive).
 
 Exit code 3 when nobody answers."""
 
+EVERY_S: Final = 1.0
+CLEAR: Final = "\x1b[H\x1b[2J"
+
 command = command_app("members", TEXT)
 
 
 @command.default
 @with_settings(FleetSettings, "client")
-def members(settings: FleetSettings, *, output: render.Output = "table", as_json: AsJson = False) -> int:
+def members(
+    settings: FleetSettings,
+    *,
+    watch: Annotated[bool, Parameter(help="Until Ctrl-C.", negative=(), show_default=False)] = False,
+    output: render.Output = "table",
+    as_json: AsJson = False,
+) -> int:
+    as_json = as_json or output == "json"
+    with open_fleet(settings, "members") as fleet:
+        if watch and as_json:
+            _follow(fleet)
+            return 0
+        while True:
+            _show(fleet, as_json=as_json, anew=watch)
+            if not watch:
+                return 0
+            time.sleep(EVERY_S)
+
+
+def _show(fleet: FleetClient, *, as_json: bool, anew: bool) -> None:
     from kvwire.v1 import coordinator_service_pb2 as pb
 
-    with open_fleet(settings, "members") as fleet:
-        reply = fleet.ask("ListServers", pb.ListServersRequest())
-    if as_json or output == "json":
+    reply = fleet.ask("ListServers", pb.ListServersRequest())
+    if as_json:
         render.print_json(reply)
-    else:
-        print_members(render.plain(reply)["members"])
-    return 0
+        return
+    if anew:
+        print(CLEAR if sys.stdout.isatty() else "", end="")
+        print(f"{time.strftime('%H:%M:%S')}  {fleet.client.target}\n")
+    print_members(render.plain(reply)["members"])
+    sys.stdout.flush()
+
+
+def _follow(fleet: FleetClient) -> None:
+    from kvwire.v1 import coordinator_service_pb2 as pb
+
+    for change in fleet.watch("WatchServers", pb.WatchServersRequest()):
+        sys.stdout.write(json.dumps(render.plain(change)) + "\n")
+        sys.stdout.flush()
 
 
 def print_members(found: list[dict[str, Any]]) -> None:
