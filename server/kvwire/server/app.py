@@ -91,8 +91,10 @@ class CacheServer:
         core.stopping.set()
         core.events.close()
         await self._set_health(serving=False)
-        await core.guard.drained(self.config.drain if grace is None else grace)
-        await core.fleet.leave()
+        # The fleet is told at once that nothing new is taken here, and may hang meanwhile.
+        await asyncio.gather(
+            core.guard.drained(self.config.drain if grace is None else grace), core.fleet.leave()
+        )
         core.clients.leave_all()
         await self._grpc.stop(0.2)
         await core.supervisor.stop()
