@@ -79,7 +79,10 @@ class Fleet:
         saved = self.restored.servers.pop(server_id, None)
         if saved is not None and saved.incarnation == info.incarnation and saved.applied is not None:
             # The run that the checkpoint is of: should it have told more since, that is seen to be missing.
-            self.gate.resume(server_id, info.incarnation, saved.applied)
+            feed = self.gate.resume(server_id, info.incarnation, saved.applied)
+            if self.config.blend_bytes:
+                # A checkpoint has no tokens.
+                self.gate.want(feed)
             return
         if saved is None or saved.incarnation != info.incarnation:
             self.directory.fence(server_id, (Tier.L1,))

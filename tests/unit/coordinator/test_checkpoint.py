@@ -80,6 +80,17 @@ def test_all_is_listed_at_once_and_events_go_on_where_they_were(tmp_path):
     assert again.stats.gaps == 0
 
 
+def test_a_checkpoint_has_no_tokens_so_a_blend_index_asks_for_them(tmp_path):
+    fleet, servers = two_servers()
+    save(fleet, tmp_path / FILE_NAME)
+    again = Fleet(FleetConfig(blend_bytes=1 << 20))
+    load(again, tmp_path / FILE_NAME, 0.0)
+    for server in servers:
+        again.register(server.info, 1.0)
+    assert again.locate(KEYS).combined == len(KEYS)
+    assert {pull.server_id for pull in again.pulls(1.0)} == {"a", "b"}
+
+
 def test_a_server_that_told_more_since_is_asked(tmp_path):
     fleet, servers = two_servers()
     save(fleet, tmp_path / FILE_NAME)
