@@ -93,7 +93,8 @@ def tier_number(tier: int) -> Any:
 
 def not_served(method: str) -> Callable[[Any, Any, Any], Awaitable[Any]]:
     async def answer(_self: Any, _request: Any, _context: Any) -> Any:
-        raise NotImplementedYet(f"A coordinator does not serve {method}.", method=method)
+        text = f"A coordinator does not serve {method}: ask a cache server; `kvwire members` lists them."
+        raise NotImplementedYet(text, method=method)
 
     return answer
 
