@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvwire.coordinator import convert
 from kvwire.coordinator.steps import in_slices
-from kvwire.errors import InvalidArgument, NotImplementedYet
+from kvwire.errors import InvalidArgument
 from kvwire.keys import salt_digest
 from kvwire.serving.intents import IntentStore
+from kvwire.serving.requests import refusing
 from kvwire.serving.state import StateFolder, no_state
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, cache_service_pb2, event_pb2
@@ -92,11 +93,8 @@ def tier_number(tier: int) -> Any:
 
 
 def not_served(method: str) -> Callable[[Any, Any, Any], Awaitable[Any]]:
-    async def answer(_self: Any, _request: Any, _context: Any) -> Any:
-        text = f"A coordinator does not serve {method}: ask a cache server; `kvwire members` lists them."
-        raise NotImplementedYet(text, method=method)
-
-    return answer
+    text = f"A coordinator does not serve {method}: ask a cache server; `kvwire members` lists them."
+    return refusing(method, text)
 
 
 class AdminService(admin_service_pb2_grpc.AdminServiceServicer):

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final
 
-from google.protobuf.duration_pb2 import Duration
-
 from kvwire.coordinator.messages import Admission, Reporting, ServerInfo, TierUsage, Usage
-from kvwire.errors import InvalidArgument, TooManyItems
-from kvwire.keys import Namespace
+from kvwire.errors import InvalidArgument
+from kvwire.serving import requests
 from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import namespace_pb2, placement_pb2
 
@@ -46,25 +43,9 @@ ADMISSIONS: Final[dict[Admission, pb.EventAdmission.ValueType]] = {
 }
 
 
-def namespace(message: namespace_pb2.Namespace) -> Namespace:
-    """Raises InvalidArgument. The same few come again and again: legal ones are remembered."""
-    return _namespace(message.SerializeToString(deterministic=True))
-
-
-@lru_cache(maxsize=1024)
-def _namespace(raw: bytes) -> Namespace:
-    message = namespace_pb2.Namespace.FromString(raw)
-    found = Namespace(
-        model=message.model,
-        revision=message.revision,
-        kv_dtype=message.kv_dtype,
-        layout_fingerprint=message.layout_fingerprint,
-        adapter=message.adapter,
-        adapter_revision=message.adapter_revision,
-        salt=message.salt,
-    )
-    found.validate()
-    return found
+namespace = requests.namespace
+check_count = requests.check_count
+duration = requests.duration
 
 
 def server_info(message: pb.ServerInfo) -> ServerInfo:
@@ -134,12 +115,6 @@ def placements(found: Iterable[Placement], now: float) -> list[placement_pb2.Pla
     ]
 
 
-def duration(seconds: float) -> Duration:
-    """Ages and lags: below 0 (two clocks) counts as 0."""
-    whole, part = divmod(max(seconds, 0.0), 1)
-    return Duration(seconds=int(whole), nanos=int(part * 1e9))
-
-
 def holding_fields(each: HoldingStats) -> dict[str, Any]:
     return {
         "server_id": each.server_id,
@@ -154,17 +129,6 @@ def check_server_id(field: str, value: str, *, empty: bool = False) -> None:
     """Raises InvalidArgument."""
     if not (0 if empty else 1) <= len(value.encode()) <= MAX_ID_BYTES:
         raise InvalidArgument(field, f"has more than {MAX_ID_BYTES} bytes, or none")
-
-
-def check_count(field: str, actual: int, allowed: int) -> None:
-    """Raises TooManyItems."""
-    if actual > allowed:
-        raise TooManyItems(
-            f"{field}: {actual} in one call, {allowed} are allowed.",
-            field=field,
-            actual=actual,
-            allowed=allowed,
-        )
 
 
 def _server_info(info: ServerInfo) -> pb.ServerInfo:

@@ -8,9 +8,6 @@ import secrets
 import socket
 from typing import TYPE_CHECKING, Any, Final
 
-import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
-
 from kvwire.server.admin import AdminService
 from kvwire.server.arena import BackedAllocator, grow_ahead, make_arena
 from kvwire.server.binding import Binder, ChunkSizeBinding
@@ -30,18 +27,18 @@ from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
 from kvwire.server.state import EngineConfig
 from kvwire.server.store import L1Store, Listeners, make_policy
-from kvwire.serving import listen
-from kvwire.serving.guard import BearerAuth, Guard
+from kvwire.serving.endpoint import Endpoint, problem
+from kvwire.serving.guard import Guard
 from kvwire.serving.http import HttpServer, server_routes
 from kvwire.serving.metrics import RpcMetrics
-from kvwire.serving.reflection import add_reflection
 from kvwire.serving.supervisor import Supervisor, every
 from kvwire.serving.version import server_version
-from kvwire.telemetry import tracing
 from kvwire.transfer.hosts import host_id
 from kvwire.v1 import admin_service_pb2_grpc, cache_service_pb2_grpc, peer_service_pb2_grpc
 
 if TYPE_CHECKING:
+    import grpc
+
     from kvwire.server.config import ServerConfig
     from kvwire.server.store import StoreListener
 
@@ -56,23 +53,22 @@ class CacheServer:
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         # What may be refused comes before memory is taken.
-        self._credentials = listen.server_credentials(config)
-        self._token = listen.bearer_token(config)
+        self._endpoint = Endpoint(config, SERVICES)
         coordinators = coordinator_channels(config)
         kafka = KafkaReporter(config) if config.report_events == "kafka" else None
-        self.core = _make_core(config, self._on_task_death)
-        self._health = health.aio.HealthServicer()
+        self.core = _make_core(config, self._endpoint.on_task_death)
         self._rpcs = RpcMetrics(OPEN_STREAMS)
         self.core.guard.observe = self._rpcs
         self._http = HttpServer(server_routes(self._registry(), self._problem))
         self.http_address = ""
         self.core.fleet = FleetLinks(self.core, coordinators, kafka)
-        self._grpc = self._make_grpc()
+        self._endpoint.make(self._add_services)
 
     async def start(self) -> None:
         """Listen and serve. Raises ConfigError for an address that cannot be had, and leaves nothing open."""
         try:
-            await self._listen()
+            await self._endpoint.start()
+            self.core.addresses = self._endpoint.addresses
             if self.config.http:
                 self.http_address = await self._http.start(self.config.http)
         except BaseException:
@@ -82,7 +78,7 @@ class CacheServer:
         self.core.supervisor.start("seal", self.core.sealer.run())
         self.core.supervisor.start("grow", grow_ahead(self.core.allocator))
         self.core.fleet.start()
-        await self._set_health(serving=True)
+        await self._endpoint.set_health(serving=True)
 
     async def stop(self, grace: float | None = None) -> None:
         """Refuse new work, let calls in flight end within `grace` seconds, then end everything."""
@@ -90,63 +86,29 @@ class CacheServer:
         core.guard.drain()
         core.stopping.set()
         core.events.close()
-        await self._set_health(serving=False)
+        await self._endpoint.set_health(serving=False)
         # The fleet is told at once that nothing new is taken here, and may hang meanwhile.
         await asyncio.gather(
             core.guard.drained(self.config.drain if grace is None else grace), core.fleet.leave()
         )
         core.clients.leave_all()
-        await self._grpc.stop(0.2)
+        await self._endpoint.stop()
         await core.supervisor.stop()
         await core.stop()
         await self._http.close()
         core.sealer.close()
         core.arena.unlink()
         core.arena.close()
-        listen.remove_sockets(core.addresses)
+        self._endpoint.remove_sockets()
 
-    async def _listen(self) -> None:
-        addresses = [listen.parse_address(text) for text in self.config.listen]
-        for address in addresses:
-            listen.check_exposure(address, self.config)
-        for address in addresses:
-            bound = listen.bind(self._grpc, address, self._credentials)
-            self.core.addresses = (*self.core.addresses, bound.target)
-        await self._grpc.start()
-
-    def _make_grpc(self) -> grpc.aio.Server:
-        config, core = self.config, self.core
-        interceptors: list[grpc.aio.ServerInterceptor] = []
-        active = tracing.active()
-        if active is not None:
-            interceptors += active.server_interceptors()
-        if self._token:
-            interceptors.append(BearerAuth(self._token))
-        server = grpc.aio.server(interceptors=interceptors, options=listen.grpc_options(config.max_message))
+    def _add_services(self, server: grpc.aio.Server) -> None:
+        core = self.core
         core.guard.add(server, cache_service_pb2_grpc.add_CacheServiceServicer_to_server, CacheService(core))
         core.guard.add(server, admin_service_pb2_grpc.add_AdminServiceServicer_to_server, AdminService(core))
         core.guard.add(server, peer_service_pb2_grpc.add_PeerServiceServicer_to_server, PeerService(core))
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if config.reflection:
-            add_reflection(server, (*SERVICES, health.SERVICE_NAME))
-        return server
-
-    async def _set_health(self, *, serving: bool) -> None:
-        state = health_pb2.HealthCheckResponse
-        value = state.SERVING if serving else state.NOT_SERVING
-        for name in ("", *SERVICES):
-            await self._health.set(name, value)
-
-    def _on_task_death(self, name: str) -> None:
-        # The state is wrong from now on: say so, rather than serve on.
-        task = asyncio.ensure_future(self._set_health(serving=False))
-        self._dying = task
 
     def _problem(self) -> str:
-        dead = [task.name for task in self.core.supervisor.states() if not task.running]
-        if dead:
-            return f"background tasks have died: {', '.join(dead)}"
-        return "draining" if self.core.guard.draining else ""
+        return problem(self.core.supervisor, self.core.guard)
 
     def _registry(self) -> Any:
         core = self.core

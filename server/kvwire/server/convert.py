@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import unicodedata
-from functools import lru_cache
 from typing import TYPE_CHECKING, Final
-
-from google.protobuf.duration_pb2 import Duration
 
 from kvwire.client.status import to_item_error
 from kvwire.errors import InvalidArgument, LayoutUnsupported, TokensInvalid
-from kvwire.keys import DIGEST_SIZE, TOKEN_BYTES, ExtraInput, Namespace
+from kvwire.keys import DIGEST_SIZE, TOKEN_BYTES, ExtraInput
 from kvwire.server.layout import MAX_GROUPS, GroupKind, KvGroup, KvLayout
-from kvwire.server.limits import check_count, check_extra_inputs
+from kvwire.server.limits import check_extra_inputs
 from kvwire.server.messages import (
     ClientInfo,
     CommitItem,
@@ -25,11 +22,15 @@ from kvwire.server.messages import (
     SessionRange,
     StoreItem,
 )
+from kvwire.serving import requests
+from kvwire.serving.requests import check_count
 from kvwire.v1 import cache_service_pb2 as cache
-from kvwire.v1 import layout_pb2, namespace_pb2, transfer_pb2
+from kvwire.v1 import layout_pb2, transfer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from google.protobuf.duration_pb2 import Duration
 
     from kvwire.server.config import ServerConfig
 
@@ -60,25 +61,8 @@ ROLE_NUMBERS: Final[dict[Role, cache.ClientRole.ValueType]] = {
 }
 
 
-def namespace(message: namespace_pb2.Namespace) -> Namespace:
-    """Raises InvalidArgument. The same few come again and again: legal ones are remembered."""
-    return _namespace(message.SerializeToString(deterministic=True))
-
-
-@lru_cache(maxsize=1024)
-def _namespace(raw: bytes) -> Namespace:
-    message = namespace_pb2.Namespace.FromString(raw)
-    found = Namespace(
-        model=message.model,
-        revision=message.revision,
-        kv_dtype=message.kv_dtype,
-        layout_fingerprint=message.layout_fingerprint,
-        adapter=message.adapter,
-        adapter_revision=message.adapter_revision,
-        salt=message.salt,
-    )
-    found.validate()
-    return found
+namespace = requests.namespace
+duration = requests.duration
 
 
 def client_info(request: cache.RegisterKvCacheRequest) -> ClientInfo:
@@ -172,11 +156,6 @@ def commit_item(item: cache.CommitStoreItem) -> CommitItem:
 def seconds(value: Duration) -> float:
     """0 for what is not set or negative."""
     return max(0.0, value.seconds + value.nanos / 1e9)
-
-
-def duration(seconds: float) -> Duration:
-    nanos = max(0, round(seconds * 1e9))
-    return Duration(seconds=nanos // 1_000_000_000, nanos=nanos % 1_000_000_000)
 
 
 item_error = to_item_error

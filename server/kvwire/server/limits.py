@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from kvwire.errors import TooManyItems
+from kvwire.serving.requests import check_count
 from kvwire.v1 import cache_service_pb2 as cache
 
 if TYPE_CHECKING:
@@ -34,17 +34,6 @@ UNLIMITED: Final = frozenset(
 OPEN_WHILE_DRAINING: Final = frozenset({"CommitStore", "UnregisterKvCache", "WriteChunks", "ReadChunks"})
 
 _Item: TypeAlias = cache.StoreItem | cache.RetrieveItem
-
-
-def check_count(what: str, actual: int, allowed: int) -> None:
-    """Raises TooManyItems."""
-    if actual > allowed:
-        raise TooManyItems(
-            f"{what}: {actual} in one call, {allowed} are allowed. Split the call.",
-            field=what,
-            actual=actual,
-            allowed=allowed,
-        )
 
 
 def check_batch(field: str, items: Any, config: ServerConfig) -> None:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Final
 from kvwire.errors import InvalidArgument, OutOfSpace, TokensInvalid
 from kvwire.keys import TOKEN_BYTES, chunk_keys, root
 from kvwire.server import convert
-from kvwire.server.limits import check_count
 from kvwire.serving.intents import IntentStore
+from kvwire.serving.requests import check_count
 from kvwire.serving.state import StateFolder, no_state
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ from kvwire.server import convert
 from kvwire.server.blending import ask_fleet, merge, not_enabled
 from kvwire.server.core import Client
 from kvwire.server.dataplane import PathOffer, ShmGrant, UcxGrant
-from kvwire.server.limits import MAX_OFFERED, check_batch, check_count
+from kvwire.server.limits import MAX_OFFERED, check_batch
 from kvwire.server.streams import Streams
 from kvwire.server.transfers import Transfers
+from kvwire.serving.requests import check_count
 from kvwire.serving.version import PROTOCOL_VERSIONS, server_version
 from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import cache_service_pb2_grpc, namespace_pb2, transfer_pb2
