@@ -60,7 +60,7 @@ COMMANDS: Final = (
     (
         "bench",
         "kvwire.cli.bench.command:command",
-        "Measure calls against a bare gRPC echo, data paths against memcpy.",
+        "Measure calls, data paths, engines or a coordinator, each beside a yardstick.",
     ),
     ("demo", "kvwire.cli.demo.command:command", "Two vLLM engines share a prompt's KV through a server."),
 )
