@@ -27,7 +27,7 @@ demo: setup ## one engine stores, a fresh one finds it; DEMO_ARGS="--path shm|uc
 
 .PHONY: test
 test: setup check-proto ## the tests, vLLM included; PYTEST_ARGS="-m 'not e2e'" leaves vLLM out
-	@scripts/browser.sh
+	@scripts/programs.sh
 	scripts/test.sh $(VENV) $(PYTEST_ARGS)
 
 .PHONY: e2e

@@ -32,6 +32,6 @@ mkdir -p "$alias_info"
 printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$alias_info/METADATA"
 
 step "kvwire, editable, with every extra that runs on a CPU"
-install -c requirements/constraints.txt -e '.[server,cli,otel,kafka,torch,ucx-cu12,dev]'
+install -c requirements/constraints.txt -e '.[server,cli,otel,kafka,l2,valkey,torch,ucx-cu12,dev]'
 
 step "done"

@@ -21,7 +21,7 @@ from support.waiting import eventually
 HOSTILE = "<img src=x onerror=alert(1)>"
 SETTINGS = ("--http=127.0.0.1:0", "--heartbeat=0.2", "--expire-after=3", "--silent-after=0.4")
 in_browser = pytest.mark.skipif(
-    not CHROMIUM.exists(), reason="needs Chromium: scripts/browser.sh installs it"
+    not CHROMIUM.exists(), reason="needs Chromium: scripts/programs.sh installs it"
 )
 
 

@@ -130,6 +130,8 @@ class MemoryStatus(_message.Message):
     CHUNKS_FIELD_NUMBER: _builtins.int
     OBJECTS_FIELD_NUMBER: _builtins.int
     POLICY_FIELD_NUMBER: _builtins.int
+    PINNED_CHUNKS_FIELD_NUMBER: _builtins.int
+    PINNED_BYTES_FIELD_NUMBER: _builtins.int
     capacity_bytes: _builtins.int
     """capacity_bytes is its size in bytes."""
     used_bytes: _builtins.int
@@ -144,6 +146,10 @@ class MemoryStatus(_message.Message):
     """objects is the number of resident objects."""
     policy: _builtins.str
     """policy is the eviction policy."""
+    pinned_chunks: _builtins.int
+    """pinned_chunks is the number of chunks that operators' pins hold."""
+    pinned_bytes: _builtins.int
+    """pinned_bytes is their size in bytes."""
     def __init__(
         self,
         *,
@@ -154,14 +160,222 @@ class MemoryStatus(_message.Message):
         chunks: _builtins.int = ...,
         objects: _builtins.int = ...,
         policy: _builtins.str = ...,
+        pinned_chunks: _builtins.int = ...,
+        pinned_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunks", b"chunks", "objects", b"objects", "policy", b"policy", "quarantined_bytes", b"quarantined_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["capacity_bytes", b"capacity_bytes", "chunks", b"chunks", "objects", b"objects", "pinned_bytes", b"pinned_bytes", "pinned_chunks", b"pinned_chunks", "policy", b"policy", "quarantined_bytes", b"quarantined_bytes", "reserved_bytes", b"reserved_bytes", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___MemoryStatus: _TypeAlias = MemoryStatus  # noqa: Y015
+
+@_typing.final
+class TierStatus(_message.Message):
+    """TierStatus tells of one store below the memory tier."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TIER_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
+    LOCATION_FIELD_NUMBER: _builtins.int
+    CAPACITY_BYTES_FIELD_NUMBER: _builtins.int
+    USED_BYTES_FIELD_NUMBER: _builtins.int
+    CHUNKS_FIELD_NUMBER: _builtins.int
+    OBJECTS_FIELD_NUMBER: _builtins.int
+    STORE_FIELD_NUMBER: _builtins.int
+    ENCRYPTED_FIELD_NUMBER: _builtins.int
+    QUEUED_OBJECTS_FIELD_NUMBER: _builtins.int
+    WRITTEN_OBJECTS_FIELD_NUMBER: _builtins.int
+    WRITTEN_BYTES_FIELD_NUMBER: _builtins.int
+    READ_OBJECTS_FIELD_NUMBER: _builtins.int
+    READ_BYTES_FIELD_NUMBER: _builtins.int
+    FAILED_WRITES_FIELD_NUMBER: _builtins.int
+    FAILED_READS_FIELD_NUMBER: _builtins.int
+    DAMAGED_OBJECTS_FIELD_NUMBER: _builtins.int
+    EVICTED_CHUNKS_FIELD_NUMBER: _builtins.int
+    SKIPPED_OBJECTS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    tier: _event_pb2.StorageTier.ValueType
+    """tier is its tier."""
+    backend: _builtins.str
+    """backend names it within the tier, as in events and listings."""
+    location: _builtins.str
+    """location is where it lies, without credentials."""
+    capacity_bytes: _builtins.int
+    """capacity_bytes is the most that it may hold in bytes."""
+    used_bytes: _builtins.int
+    """used_bytes is what it holds in bytes, as stored."""
+    chunks: _builtins.int
+    """chunks is the number of chunks with at least one object."""
+    objects: _builtins.int
+    """objects is the number of objects."""
+    store: _builtins.str
+    """store tells what is written there: "all", or "evict" (what leaves the memory)."""
+    encrypted: _builtins.bool
+    """encrypted is true when objects are encrypted at rest."""
+    queued_objects: _builtins.int
+    """queued_objects is the number of objects that wait to be written."""
+    written_objects: _builtins.int
+    """written_objects counts objects written since the start."""
+    written_bytes: _builtins.int
+    """written_bytes counts bytes written."""
+    read_objects: _builtins.int
+    """read_objects counts objects read and found intact."""
+    read_bytes: _builtins.int
+    """read_bytes counts bytes read."""
+    failed_writes: _builtins.int
+    """failed_writes counts objects that could not be written. They are not there."""
+    failed_reads: _builtins.int
+    """failed_reads counts objects that could not be read, damaged ones included."""
+    damaged_objects: _builtins.int
+    """damaged_objects counts objects that were found damaged and dropped."""
+    evicted_chunks: _builtins.int
+    """evicted_chunks counts chunks dropped to make room."""
+    skipped_objects: _builtins.int
+    """skipped_objects counts objects that were not written because too many waited."""
+    problem: _builtins.str
+    """problem says what went wrong last and still does. Empty: nothing."""
+    def __init__(
+        self,
+        *,
+        tier: _event_pb2.StorageTier.ValueType = ...,
+        backend: _builtins.str = ...,
+        location: _builtins.str = ...,
+        capacity_bytes: _builtins.int = ...,
+        used_bytes: _builtins.int = ...,
+        chunks: _builtins.int = ...,
+        objects: _builtins.int = ...,
+        store: _builtins.str = ...,
+        encrypted: _builtins.bool = ...,
+        queued_objects: _builtins.int = ...,
+        written_objects: _builtins.int = ...,
+        written_bytes: _builtins.int = ...,
+        read_objects: _builtins.int = ...,
+        read_bytes: _builtins.int = ...,
+        failed_writes: _builtins.int = ...,
+        failed_reads: _builtins.int = ...,
+        damaged_objects: _builtins.int = ...,
+        evicted_chunks: _builtins.int = ...,
+        skipped_objects: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "capacity_bytes", b"capacity_bytes", "chunks", b"chunks", "damaged_objects", b"damaged_objects", "encrypted", b"encrypted", "evicted_chunks", b"evicted_chunks", "failed_reads", b"failed_reads", "failed_writes", b"failed_writes", "location", b"location", "objects", b"objects", "problem", b"problem", "queued_objects", b"queued_objects", "read_bytes", b"read_bytes", "read_objects", b"read_objects", "skipped_objects", b"skipped_objects", "store", b"store", "tier", b"tier", "used_bytes", b"used_bytes", "written_bytes", b"written_bytes", "written_objects", b"written_objects"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TierStatus: _TypeAlias = TierStatus  # noqa: Y015
+
+@_typing.final
+class PeerStatus(_message.Message):
+    """PeerStatus tells of one other server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SERVER_ID_FIELD_NUMBER: _builtins.int
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    INCARNATION_FIELD_NUMBER: _builtins.int
+    PATH_FIELD_NUMBER: _builtins.int
+    FETCHED_CHUNKS_FIELD_NUMBER: _builtins.int
+    FETCHED_BYTES_FIELD_NUMBER: _builtins.int
+    FAILED_HINTS_FIELD_NUMBER: _builtins.int
+    FAILED_TRANSFERS_FIELD_NUMBER: _builtins.int
+    PROBLEM_FIELD_NUMBER: _builtins.int
+    server_id: _builtins.str
+    """server_id names it."""
+    address: _builtins.str
+    """address is where it is asked."""
+    incarnation: _builtins.bytes
+    """incarnation is the 16-byte id of its run."""
+    path: _transfer_pb2.DataPath.ValueType
+    """path is the data path to it. UNSPECIFIED: nothing was fetched yet."""
+    fetched_chunks: _builtins.int
+    """fetched_chunks counts chunks fetched from it."""
+    fetched_bytes: _builtins.int
+    """fetched_bytes counts bytes fetched from it."""
+    failed_hints: _builtins.int
+    """failed_hints counts chunks that it was thought to hold and did not."""
+    failed_transfers: _builtins.int
+    """failed_transfers counts transfers from it that failed."""
+    problem: _builtins.str
+    """problem says why nothing is shared with it. Empty: nothing prevents it."""
+    def __init__(
+        self,
+        *,
+        server_id: _builtins.str = ...,
+        address: _builtins.str = ...,
+        incarnation: _builtins.bytes = ...,
+        path: _transfer_pb2.DataPath.ValueType = ...,
+        fetched_chunks: _builtins.int = ...,
+        fetched_bytes: _builtins.int = ...,
+        failed_hints: _builtins.int = ...,
+        failed_transfers: _builtins.int = ...,
+        problem: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "failed_hints", b"failed_hints", "failed_transfers", b"failed_transfers", "fetched_bytes", b"fetched_bytes", "fetched_chunks", b"fetched_chunks", "incarnation", b"incarnation", "path", b"path", "problem", b"problem", "server_id", b"server_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PeerStatus: _TypeAlias = PeerStatus  # noqa: Y015
+
+@_typing.final
+class SharingStatus(_message.Message):
+    """SharingStatus tells what this server gets from and gives to other servers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PEERS_FIELD_NUMBER: _builtins.int
+    ASKED_CHUNKS_FIELD_NUMBER: _builtins.int
+    LOCATED_CHUNKS_FIELD_NUMBER: _builtins.int
+    DIRECTORY_FAILURES_FIELD_NUMBER: _builtins.int
+    FETCHED_CHUNKS_FIELD_NUMBER: _builtins.int
+    FALLBACK_CHUNKS_FIELD_NUMBER: _builtins.int
+    GIVEN_LEASES_FIELD_NUMBER: _builtins.int
+    GIVEN_BYTES_FIELD_NUMBER: _builtins.int
+    asked_chunks: _builtins.int
+    """asked_chunks counts chunks that the directory was asked for."""
+    located_chunks: _builtins.int
+    """located_chunks counts those that it knew elsewhere."""
+    directory_failures: _builtins.int
+    """directory_failures counts questions without an answer in time."""
+    fetched_chunks: _builtins.int
+    """fetched_chunks counts chunks fetched and found intact."""
+    fallback_chunks: _builtins.int
+    """fallback_chunks counts located chunks that could not be had, so that an engine
+    computed them.
+    """
+    given_leases: _builtins.int
+    """given_leases counts leases given to peers."""
+    given_bytes: _builtins.int
+    """given_bytes counts bytes sent to peers under leases that were held."""
+    @_builtins.property
+    def peers(self) -> _containers.RepeatedCompositeFieldContainer[Global___PeerStatus]:
+        """peers lists the members of the fleet but this one."""
+
+    def __init__(
+        self,
+        *,
+        peers: _abc.Iterable[Global___PeerStatus] | None = ...,
+        asked_chunks: _builtins.int = ...,
+        located_chunks: _builtins.int = ...,
+        directory_failures: _builtins.int = ...,
+        fetched_chunks: _builtins.int = ...,
+        fallback_chunks: _builtins.int = ...,
+        given_leases: _builtins.int = ...,
+        given_bytes: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "directory_failures", b"directory_failures", "fallback_chunks", b"fallback_chunks", "fetched_chunks", b"fetched_chunks", "given_bytes", b"given_bytes", "given_leases", b"given_leases", "located_chunks", b"located_chunks", "peers", b"peers"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SharingStatus: _TypeAlias = SharingStatus  # noqa: Y015
 
 @_typing.final
 class LeaseCounts(_message.Message):
@@ -374,6 +588,8 @@ class CacheCounters(_message.Message):
     EXPIRED_LEASES_FIELD_NUMBER: _builtins.int
     SURPLUS_RELEASES_FIELD_NUMBER: _builtins.int
     PATHS_FIELD_NUMBER: _builtins.int
+    L2_HIT_TOKENS_FIELD_NUMBER: _builtins.int
+    PEER_HIT_TOKENS_FIELD_NUMBER: _builtins.int
     lookups: _builtins.int
     """lookups counts answered lookups."""
     asked_tokens: _builtins.int
@@ -394,6 +610,12 @@ class CacheCounters(_message.Message):
     """expired_leases counts leases that ran out."""
     surplus_releases: _builtins.int
     """surplus_releases counts releases of what was not held."""
+    l2_hit_tokens: _builtins.int
+    """l2_hit_tokens is the part of hit_tokens that came from a lower tier."""
+    peer_hit_tokens: _builtins.int
+    """peer_hit_tokens is the part of hit_tokens that came from another server. What
+    is left of hit_tokens was in memory.
+    """
     @_builtins.property
     def paths(self) -> _containers.RepeatedCompositeFieldContainer[Global___PathCounters]:
         """paths counts bytes by data path."""
@@ -412,10 +634,12 @@ class CacheCounters(_message.Message):
         expired_leases: _builtins.int = ...,
         surplus_releases: _builtins.int = ...,
         paths: _abc.Iterable[Global___PathCounters] | None = ...,
+        l2_hit_tokens: _builtins.int = ...,
+        peer_hit_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_slots", b"aborted_slots", "asked_tokens", b"asked_tokens", "evicted_bytes", b"evicted_bytes", "evicted_chunks", b"evicted_chunks", "expired_leases", b"expired_leases", "hit_tokens", b"hit_tokens", "lookups", b"lookups", "paths", b"paths", "retrieved_objects", b"retrieved_objects", "stored_objects", b"stored_objects", "surplus_releases", b"surplus_releases"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aborted_slots", b"aborted_slots", "asked_tokens", b"asked_tokens", "evicted_bytes", b"evicted_bytes", "evicted_chunks", b"evicted_chunks", "expired_leases", b"expired_leases", "hit_tokens", b"hit_tokens", "l2_hit_tokens", b"l2_hit_tokens", "lookups", b"lookups", "paths", b"paths", "peer_hit_tokens", b"peer_hit_tokens", "retrieved_objects", b"retrieved_objects", "stored_objects", b"stored_objects", "surplus_releases", b"surplus_releases"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -475,6 +699,8 @@ class GetStatusResponse(_message.Message):
     REFUSED_FIELD_NUMBER: _builtins.int
     COORDINATORS_FIELD_NUMBER: _builtins.int
     EVENTS_FIELD_NUMBER: _builtins.int
+    TIERS_FIELD_NUMBER: _builtins.int
+    SHARING_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     """server_version is the version of the program."""
     server_id: _builtins.str
@@ -539,6 +765,14 @@ class GetStatusResponse(_message.Message):
     def events(self) -> Global___JournalStatus:
         """events tells of the journal of what happened here. Not set: nobody wants it."""
 
+    @_builtins.property
+    def tiers(self) -> _containers.RepeatedCompositeFieldContainer[Global___TierStatus]:
+        """tiers lists the stores below the memory tier."""
+
+    @_builtins.property
+    def sharing(self) -> Global___SharingStatus:
+        """sharing tells of other servers. Not set: this server knows no fleet."""
+
     def __init__(
         self,
         *,
@@ -560,10 +794,12 @@ class GetStatusResponse(_message.Message):
         refused: _abc.Iterable[Global___RefusedClient] | None = ...,
         coordinators: _abc.Iterable[Global___CoordinatorLink] | None = ...,
         events: Global___JournalStatus | None = ...,
+        tiers: _abc.Iterable[Global___TierStatus] | None = ...,
+        sharing: Global___SharingStatus | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_size", b"chunk_size", "counters", b"counters", "events", b"events", "header", b"header", "leases", b"leases", "memory", b"memory", "started_at", b"started_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chunk_size", b"chunk_size", "counters", b"counters", "events", b"events", "header", b"header", "leases", b"leases", "memory", b"memory", "sharing", b"sharing", "started_at", b"started_at"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "chunk_size", b"chunk_size", "coordinators", b"coordinators", "counters", b"counters", "data_paths", b"data_paths", "draining", b"draining", "events", b"events", "header", b"header", "leases", b"leases", "memory", b"memory", "namespaces", b"namespaces", "refused", b"refused", "registrations", b"registrations", "server_id", b"server_id", "server_version", b"server_version", "sessions", b"sessions", "started_at", b"started_at", "tasks", b"tasks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["addresses", b"addresses", "chunk_size", b"chunk_size", "coordinators", b"coordinators", "counters", b"counters", "data_paths", b"data_paths", "draining", b"draining", "events", b"events", "header", b"header", "leases", b"leases", "memory", b"memory", "namespaces", b"namespaces", "refused", b"refused", "registrations", b"registrations", "server_id", b"server_id", "server_version", b"server_version", "sessions", b"sessions", "sharing", b"sharing", "started_at", b"started_at", "tasks", b"tasks", "tiers", b"tiers"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -824,6 +1060,7 @@ class ChunkStatus(_message.Message):
     PINNED_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     chunk_key: _builtins.bytes
     """chunk_key is the 32-byte key."""
     tier: _event_pb2.StorageTier.ValueType
@@ -842,6 +1079,8 @@ class ChunkStatus(_message.Message):
     """model is the model of its namespace."""
     tenant: _builtins.str
     """tenant is a digest of the tenant's salt. Empty: no salt."""
+    backend: _builtins.str
+    """backend names the store within the tier."""
     def __init__(
         self,
         *,
@@ -854,10 +1093,11 @@ class ChunkStatus(_message.Message):
         pinned: _builtins.bool = ...,
         model: _builtins.str = ...,
         tenant: _builtins.str = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_key", b"chunk_key", "complete", b"complete", "leases", b"leases", "model", b"model", "objects", b"objects", "pinned", b"pinned", "size_bytes", b"size_bytes", "tenant", b"tenant", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "chunk_key", b"chunk_key", "complete", b"complete", "leases", b"leases", "model", b"model", "objects", b"objects", "pinned", b"pinned", "size_bytes", b"size_bytes", "tenant", b"tenant", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -905,8 +1145,11 @@ class ClearRequest(_message.Message):
 
     TIER_FIELD_NUMBER: _builtins.int
     NAMESPACE_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     tier: _event_pb2.StorageTier.ValueType
     """tier limits it. UNSPECIFIED: all tiers."""
+    tenant: _builtins.str
+    """tenant limits it to the digest of a salt. Empty: all tenants."""
     @_builtins.property
     def namespace(self) -> _namespace_pb2.Namespace:
         """namespace limits it to one model, by its base namespace. Not set: all."""
@@ -916,10 +1159,11 @@ class ClearRequest(_message.Message):
         *,
         tier: _event_pb2.StorageTier.ValueType = ...,
         namespace: _namespace_pb2.Namespace | None = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["namespace", b"namespace", "tenant", b"tenant", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1274,8 +1518,17 @@ class PrefetchResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     RESIDENT_CHUNKS_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
+    ASKED_CHUNKS_FIELD_NUMBER: _builtins.int
+    L2_CHUNKS_FIELD_NUMBER: _builtins.int
+    PEER_CHUNKS_FIELD_NUMBER: _builtins.int
     resident_chunks: _builtins.int
     """resident_chunks is the number of leading chunks in memory now."""
+    asked_chunks: _builtins.int
+    """asked_chunks is the number of whole chunks of the prompt."""
+    l2_chunks: _builtins.int
+    """l2_chunks is the number of chunks that came from a lower tier."""
+    peer_chunks: _builtins.int
+    """peer_chunks is the number of chunks that came from another server."""
     @_builtins.property
     def header(self) -> _cache_service_pb2.ResponseHeader:
         """header is in every reply."""
@@ -1290,10 +1543,13 @@ class PrefetchResponse(_message.Message):
         header: _cache_service_pb2.ResponseHeader | None = ...,
         resident_chunks: _builtins.int = ...,
         error: _error_reason_pb2.ItemError | None = ...,
+        asked_chunks: _builtins.int = ...,
+        l2_chunks: _builtins.int = ...,
+        peer_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "header", b"header", "resident_chunks", b"resident_chunks"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "error", b"error", "header", b"header", "l2_chunks", b"l2_chunks", "peer_chunks", b"peer_chunks", "resident_chunks", b"resident_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -163,8 +163,11 @@ class AdminServiceServicer(object):
     def SetQuota(self, request, context):
         """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
+        Quotas in memory need the policy "tenant".
+
         Errors:
-        INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+        INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
+        keep quotas.
         RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
         FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
         """
@@ -185,7 +188,9 @@ class AdminServiceServicer(object):
         """Prefetch brings chunks of a prompt into memory from lower tiers or peers.
 
         Errors:
-        INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
+        INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+        FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no chunk size is bound.
+        RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -195,6 +200,9 @@ class AdminServiceServicer(object):
         """Evict drops named chunks that are not leased or pinned.
 
         Errors:
+        INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+        FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+        is bound.
         RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -81,8 +81,11 @@ class AdminServiceStub:
     SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]
     """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
+    Quotas in memory need the policy "tenant".
+
     Errors:
-      INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+      INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
+        keep quotas.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
       FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
     """
@@ -95,12 +98,17 @@ class AdminServiceStub:
     """Prefetch brings chunks of a prompt into memory from lower tiers or peers.
 
     Errors:
-      INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no chunk size is bound.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
     """
     Evict: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.EvictRequest, _admin_service_pb2.EvictResponse]
     """Evict drops named chunks that are not leased or pinned.
 
     Errors:
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+      is bound.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
     """
 
@@ -157,8 +165,11 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
     """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
+    Quotas in memory need the policy "tenant".
+
     Errors:
-      INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+      INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
+        keep quotas.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
       FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
     """
@@ -171,12 +182,17 @@ class AdminServiceAsyncStub(AdminServiceStub):
     """Prefetch brings chunks of a prompt into memory from lower tiers or peers.
 
     Errors:
-      INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no chunk size is bound.
+      RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
     """
     Evict: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.EvictRequest, _admin_service_pb2.EvictResponse]  # type: ignore[assignment]
     """Evict drops named chunks that are not leased or pinned.
 
     Errors:
+      INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+      FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+      is bound.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
     """
 
@@ -272,8 +288,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.SetQuotaResponse, _abc.Awaitable[_admin_service_pb2.SetQuotaResponse]]:
         """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
+        Quotas in memory need the policy "tenant".
+
         Errors:
-          INVALID_ARGUMENT (INVALID_FIELD): tenant or limit.
+          INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
+            keep quotas.
           RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
           FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
         """
@@ -298,7 +317,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Prefetch brings chunks of a prompt into memory from lower tiers or peers.
 
         Errors:
-          INVALID_ARGUMENT (TOKENS_INVALID): tokens are not packed uint32.
+          INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+          FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): no chunk size is bound.
+          RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
         """
 
     @_abc_1.abstractmethod
@@ -310,6 +331,9 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         """Evict drops named chunks that are not leased or pinned.
 
         Errors:
+          INVALID_ARGUMENT (INVALID_FIELD, TOKENS_INVALID): the field named.
+          FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
+          is bound.
           RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
         """
 

@@ -744,6 +744,8 @@ class LookupResponse(_message.Message):
     HIT_TOKENS_FIELD_NUMBER: _builtins.int
     LEASE_ID_FIELD_NUMBER: _builtins.int
     EXPIRES_IN_FIELD_NUMBER: _builtins.int
+    L2_CHUNKS_FIELD_NUMBER: _builtins.int
+    PEER_CHUNKS_FIELD_NUMBER: _builtins.int
     asked_chunks: _builtins.int
     """asked_chunks is the number of whole chunks of the prompt."""
     hit_chunks: _builtins.int
@@ -754,6 +756,14 @@ class LookupResponse(_message.Message):
     """hit_tokens is hit_chunks x chunk size."""
     lease_id: _builtins.int
     """lease_id names the lease on what the boundary needs. 0: nothing leased."""
+    l2_chunks: _builtins.int
+    """l2_chunks is the part of hit_chunks that was brought from a lower tier for this
+    lookup. It lies in memory now.
+    """
+    peer_chunks: _builtins.int
+    """peer_chunks is the part of hit_chunks that was brought from another server for
+    this lookup. It lies in memory now.
+    """
     @_builtins.property
     def header(self) -> Global___ResponseHeader:
         """header is in every reply."""
@@ -771,10 +781,12 @@ class LookupResponse(_message.Message):
         hit_tokens: _builtins.int = ...,
         lease_id: _builtins.int = ...,
         expires_in: _duration_pb2.Duration | None = ...,
+        l2_chunks: _builtins.int = ...,
+        peer_chunks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["expires_in", b"expires_in", "header", b"header"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "expires_in", b"expires_in", "header", b"header", "hit_chunks", b"hit_chunks", "hit_tokens", b"hit_tokens", "lease_id", b"lease_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["asked_chunks", b"asked_chunks", "expires_in", b"expires_in", "header", b"header", "hit_chunks", b"hit_chunks", "hit_tokens", b"hit_tokens", "l2_chunks", b"l2_chunks", "lease_id", b"lease_id", "peer_chunks", b"peer_chunks"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -24,28 +24,29 @@ _sym_db = _symbol_database.Default()
 
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 from kvwire.v1 import event_pb2 as kvwire_dot_v1_dot_event__pb2
+from kvwire.v1 import namespace_pb2 as kvwire_dot_v1_dot_namespace__pb2
 from kvwire.v1 import transfer_pb2 as kvwire_dot_v1_dot_transfer__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvwire/v1/peer_service.proto\x12\tkvwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15kvwire/v1/event.proto\x1a\x18kvwire/v1/transfer.proto\"\x9f\x01\n\x15LookupAndLeaseRequest\x12\x14\n\x0crequester_id\x18\x01 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\x0c\x12\x15\n\rlayout_digest\x18\x03 \x01(\x0c\x12\x12\n\nchunk_size\x18\x04 \x01(\r\x12\x12\n\nchunk_keys\x18\x05 \x03(\x0c\x12\x13\n\x0bucx_address\x18\x06 \x01(\x0c\"y\n\x16LookupAndLeaseResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x12\n\nhit_chunks\x18\x02 \x01(\r\x12!\n\x06ticket\x18\x03 \x01(\x0b\x32\x11.kvwire.v1.Ticket\x12\x13\n\x0bucx_address\x18\x04 \x01(\x0c\">\n\x13ReleaseLeaseRequest\x12\x14\n\x0crequester_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"$\n\x14ReleaseLeaseResponse\x12\x0c\n\x04held\x18\x01 \x03(\x08\"C\n\x19SnapshotPlacementsRequest\x12\x13\n\x0bwith_tokens\x18\x01 \x01(\x08\x12\x11\n\tpage_size\x18\x02 \x01(\r\"\xa9\x01\n\x1aSnapshotPlacementsResponse\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12)\n\nplacements\x18\x04 \x03(\x0b\x32\x15.kvwire.v1.CacheEvent\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2\x9a\x02\n\x0bPeerService\x12U\n\x0eLookupAndLease\x12 .kvwire.v1.LookupAndLeaseRequest\x1a!.kvwire.v1.LookupAndLeaseResponse\x12O\n\x0cReleaseLease\x12\x1e.kvwire.v1.ReleaseLeaseRequest\x1a\x1f.kvwire.v1.ReleaseLeaseResponse\x12\x63\n\x12SnapshotPlacements\x12$.kvwire.v1.SnapshotPlacementsRequest\x1a%.kvwire.v1.SnapshotPlacementsResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1ckvwire/v1/peer_service.proto\x12\tkvwire.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15kvwire/v1/event.proto\x1a\x19kvwire/v1/namespace.proto\x1a\x18kvwire/v1/transfer.proto\"\xc5\x02\n\x15LookupAndLeaseRequest\x12\x14\n\x0crequester_id\x18\x01 \x01(\t\x12\x1c\n\x14\x65xpected_incarnation\x18\x02 \x01(\x0c\x12\x15\n\rlayout_digest\x18\x03 \x01(\x0c\x12\x12\n\nchunk_size\x18\x04 \x01(\r\x12\x12\n\nchunk_keys\x18\x05 \x03(\x0c\x12(\n\x06offers\x18\x06 \x03(\x0b\x32\x18.kvwire.v1.DataPathOffer\x12\x13\n\x0btransfer_id\x18\x07 \x01(\x04\x12\x16\n\x0enamespace_root\x18\x08 \x01(\x0c\x12\x14\n\x0chave_objects\x18\t \x03(\x0c\x12\x32\n\x0f\x64igest_function\x18\n \x01(\x0e\x32\x19.kvwire.v1.DigestFunction\x12\x18\n\x10protocol_version\x18\x0b \x01(\r\"y\n\x16LookupAndLeaseResponse\x12\x13\n\x0bincarnation\x18\x01 \x01(\x0c\x12\x12\n\nhit_chunks\x18\x02 \x01(\r\x12!\n\x06ticket\x18\x03 \x01(\x0b\x32\x11.kvwire.v1.Ticket\x12\x13\n\x0bucx_address\x18\x04 \x01(\x0c\">\n\x13ReleaseLeaseRequest\x12\x14\n\x0crequester_id\x18\x01 \x01(\t\x12\x11\n\tlease_ids\x18\x02 \x03(\x04\"$\n\x14ReleaseLeaseResponse\x12\x0c\n\x04held\x18\x01 \x03(\x08\"C\n\x19SnapshotPlacementsRequest\x12\x13\n\x0bwith_tokens\x18\x01 \x01(\x08\x12\x11\n\tpage_size\x18\x02 \x01(\r\"\xa9\x01\n\x1aSnapshotPlacementsResponse\x12\x11\n\tserver_id\x18\x01 \x01(\t\x12\x13\n\x0bincarnation\x18\x02 \x01(\x0c\x12\x10\n\x08sequence\x18\x03 \x01(\x04\x12)\n\nplacements\x18\x04 \x03(\x0b\x32\x15.kvwire.v1.CacheEvent\x12&\n\x03\x61ge\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration2\x9a\x02\n\x0bPeerService\x12U\n\x0eLookupAndLease\x12 .kvwire.v1.LookupAndLeaseRequest\x1a!.kvwire.v1.LookupAndLeaseResponse\x12O\n\x0cReleaseLease\x12\x1e.kvwire.v1.ReleaseLeaseRequest\x1a\x1f.kvwire.v1.ReleaseLeaseResponse\x12\x63\n\x12SnapshotPlacements\x12$.kvwire.v1.SnapshotPlacementsRequest\x1a%.kvwire.v1.SnapshotPlacementsResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvwire.v1.peer_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_LOOKUPANDLEASEREQUEST']._serialized_start=125
-  _globals['_LOOKUPANDLEASEREQUEST']._serialized_end=284
-  _globals['_LOOKUPANDLEASERESPONSE']._serialized_start=286
-  _globals['_LOOKUPANDLEASERESPONSE']._serialized_end=407
-  _globals['_RELEASELEASEREQUEST']._serialized_start=409
-  _globals['_RELEASELEASEREQUEST']._serialized_end=471
-  _globals['_RELEASELEASERESPONSE']._serialized_start=473
-  _globals['_RELEASELEASERESPONSE']._serialized_end=509
-  _globals['_SNAPSHOTPLACEMENTSREQUEST']._serialized_start=511
-  _globals['_SNAPSHOTPLACEMENTSREQUEST']._serialized_end=578
-  _globals['_SNAPSHOTPLACEMENTSRESPONSE']._serialized_start=581
-  _globals['_SNAPSHOTPLACEMENTSRESPONSE']._serialized_end=750
-  _globals['_PEERSERVICE']._serialized_start=753
-  _globals['_PEERSERVICE']._serialized_end=1035
+  _globals['_LOOKUPANDLEASEREQUEST']._serialized_start=152
+  _globals['_LOOKUPANDLEASEREQUEST']._serialized_end=477
+  _globals['_LOOKUPANDLEASERESPONSE']._serialized_start=479
+  _globals['_LOOKUPANDLEASERESPONSE']._serialized_end=600
+  _globals['_RELEASELEASEREQUEST']._serialized_start=602
+  _globals['_RELEASELEASEREQUEST']._serialized_end=664
+  _globals['_RELEASELEASERESPONSE']._serialized_start=666
+  _globals['_RELEASELEASERESPONSE']._serialized_end=702
+  _globals['_SNAPSHOTPLACEMENTSREQUEST']._serialized_start=704
+  _globals['_SNAPSHOTPLACEMENTSREQUEST']._serialized_end=771
+  _globals['_SNAPSHOTPLACEMENTSRESPONSE']._serialized_start=774
+  _globals['_SNAPSHOTPLACEMENTSRESPONSE']._serialized_end=943
+  _globals['_PEERSERVICE']._serialized_start=946
+  _globals['_PEERSERVICE']._serialized_end=1228
 # @@protoc_insertion_point(module_scope)

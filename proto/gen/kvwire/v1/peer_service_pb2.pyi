@@ -9,6 +9,7 @@ from google.protobuf import duration_pb2 as _duration_pb2
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
 from kvwire.v1 import event_pb2 as _event_pb2
+from kvwire.v1 import namespace_pb2 as _namespace_pb2
 from kvwire.v1 import transfer_pb2 as _transfer_pb2
 import builtins as _builtins
 import sys
@@ -32,7 +33,12 @@ class LookupAndLeaseRequest(_message.Message):
     LAYOUT_DIGEST_FIELD_NUMBER: _builtins.int
     CHUNK_SIZE_FIELD_NUMBER: _builtins.int
     CHUNK_KEYS_FIELD_NUMBER: _builtins.int
-    UCX_ADDRESS_FIELD_NUMBER: _builtins.int
+    OFFERS_FIELD_NUMBER: _builtins.int
+    TRANSFER_ID_FIELD_NUMBER: _builtins.int
+    NAMESPACE_ROOT_FIELD_NUMBER: _builtins.int
+    HAVE_OBJECTS_FIELD_NUMBER: _builtins.int
+    DIGEST_FUNCTION_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     requester_id: _builtins.str
     """requester_id is the server_id of the caller."""
     expected_incarnation: _builtins.bytes
@@ -41,11 +47,30 @@ class LookupAndLeaseRequest(_message.Message):
     """layout_digest is the digest of the layout that the keys belong to, 32 bytes."""
     chunk_size: _builtins.int
     """chunk_size is the caller's chunk size in tokens."""
-    ucx_address: _builtins.bytes
-    """ucx_address is the caller's UCX worker address, opaque."""
+    transfer_id: _builtins.int
+    """transfer_id is a number of the caller's that no other live transfer to it has,
+    1 to 2^32 - 1: the lease number in the tags of the messages.
+    """
+    namespace_root: _builtins.bytes
+    """namespace_root is the 32-byte root of the key chain."""
+    digest_function: _namespace_pb2.DigestFunction.ValueType
+    """digest_function is the hash of the caller's chunk keys."""
+    protocol_version: _builtins.int
+    """protocol_version is the version of this protocol that the caller speaks."""
     @_builtins.property
     def chunk_keys(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
         """chunk_keys are 32-byte keys in the order of the prompt."""
+
+    @_builtins.property
+    def offers(self) -> _containers.RepeatedCompositeFieldContainer[_transfer_pb2.DataPathOffer]:
+        """offers lists the UCX paths that the caller can receive on, best first."""
+
+    @_builtins.property
+    def have_objects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bytes]:
+        """have_objects tells per chunk key which objects the caller has or gets from
+        elsewhere: a little-endian bit mask, where the object of a rank and a group is
+        bit rank x groups + group. Missing entries: none.
+        """
 
     def __init__(
         self,
@@ -55,11 +80,16 @@ class LookupAndLeaseRequest(_message.Message):
         layout_digest: _builtins.bytes = ...,
         chunk_size: _builtins.int = ...,
         chunk_keys: _abc.Iterable[_builtins.bytes] | None = ...,
-        ucx_address: _builtins.bytes = ...,
+        offers: _abc.Iterable[_transfer_pb2.DataPathOffer] | None = ...,
+        transfer_id: _builtins.int = ...,
+        namespace_root: _builtins.bytes = ...,
+        have_objects: _abc.Iterable[_builtins.bytes] | None = ...,
+        digest_function: _namespace_pb2.DigestFunction.ValueType = ...,
+        protocol_version: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "chunk_size", b"chunk_size", "expected_incarnation", b"expected_incarnation", "layout_digest", b"layout_digest", "requester_id", b"requester_id", "ucx_address", b"ucx_address"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["chunk_keys", b"chunk_keys", "chunk_size", b"chunk_size", "digest_function", b"digest_function", "expected_incarnation", b"expected_incarnation", "have_objects", b"have_objects", "layout_digest", b"layout_digest", "namespace_root", b"namespace_root", "offers", b"offers", "protocol_version", b"protocol_version", "requester_id", b"requester_id", "transfer_id", b"transfer_id"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -78,12 +108,19 @@ class LookupAndLeaseResponse(_message.Message):
     incarnation: _builtins.bytes
     """incarnation is this server's incarnation, 16 bytes."""
     hit_chunks: _builtins.int
-    """hit_chunks is the number of leading chunks that are held completely."""
+    """hit_chunks is the longest boundary, in chunks, that what the caller has and
+    what this server has reach together.
+    """
     ucx_address: _builtins.bytes
-    """ucx_address is this server's UCX worker address, opaque."""
+    """ucx_address is the xxh3-128 (16 bytes) of this server's UCX worker address for
+    the chosen path, and then that address.
+    """
     @_builtins.property
     def ticket(self) -> _transfer_pb2.Ticket:
-        """ticket tells how to fetch them."""
+        """ticket has a slot for every object that this boundary needs and the caller
+        lacks, each with its kv_rank and its checksum. The server sends them at once,
+        in order, under the tags of transfer_id. Not set: nothing is leased.
+        """
 
     def __init__(
         self,
@@ -138,7 +175,9 @@ class ReleaseLeaseResponse(_message.Message):
     HELD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def held(self) -> _containers.RepeatedScalarFieldContainer[_builtins.bool]:
-        """held tells for each lease whether it was held all the time."""
+        """held tells for each lease whether it was held all the time. What was received
+        under a lease that was not held must not be used.
+        """
 
     def __init__(
         self,
@@ -198,7 +237,7 @@ class SnapshotPlacementsResponse(_message.Message):
     """sequence is the event position of the snapshot, equal in all pages."""
     @_builtins.property
     def placements(self) -> _containers.RepeatedCompositeFieldContainer[_event_pb2.CacheEvent]:
-        """placements are the chunks, as STORE events."""
+        """placements are the chunks in every tier, as STORE events."""
 
     @_builtins.property
     def age(self) -> _duration_pb2.Duration:

@@ -69,9 +69,12 @@ class PeerServiceServicer(object):
         Errors:
         FAILED_PRECONDITION (INCARNATION_STALE): expected_incarnation is not this
         server's.
-        FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function or layout
-        differ.
+        FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function, protocol or
+        layout differ. No byte moves then.
+        FAILED_PRECONDITION (DATA_PATH_UNAVAILABLE): no UCX path in common.
+        INVALID_ARGUMENT (INVALID_FIELD): the field named.
         RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+        RESOURCE_EXHAUSTED (OVERLOADED): limit on leases of peers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

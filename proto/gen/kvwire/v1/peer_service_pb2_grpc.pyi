@@ -44,9 +44,12 @@ class PeerServiceStub:
     Errors:
       FAILED_PRECONDITION (INCARNATION_STALE): expected_incarnation is not this
         server's.
-      FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function or layout
-        differ.
+      FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function, protocol or
+        layout differ. No byte moves then.
+      FAILED_PRECONDITION (DATA_PATH_UNAVAILABLE): no UCX path in common.
+      INVALID_ARGUMENT (INVALID_FIELD): the field named.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+      RESOURCE_EXHAUSTED (OVERLOADED): limit on leases of peers.
     """
     ReleaseLease: _grpc.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseLeaseRequest, _peer_service_pb2.ReleaseLeaseResponse]
     """ReleaseLease ends leases and tells whether each was held all the time.
@@ -76,9 +79,12 @@ class PeerServiceAsyncStub(PeerServiceStub):
     Errors:
       FAILED_PRECONDITION (INCARNATION_STALE): expected_incarnation is not this
         server's.
-      FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function or layout
-        differ.
+      FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function, protocol or
+        layout differ. No byte moves then.
+      FAILED_PRECONDITION (DATA_PATH_UNAVAILABLE): no UCX path in common.
+      INVALID_ARGUMENT (INVALID_FIELD): the field named.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+      RESOURCE_EXHAUSTED (OVERLOADED): limit on leases of peers.
     """
     ReleaseLease: _aio.UnaryUnaryMultiCallable[_peer_service_pb2.ReleaseLeaseRequest, _peer_service_pb2.ReleaseLeaseResponse]  # type: ignore[assignment]
     """ReleaseLease ends leases and tells whether each was held all the time.
@@ -111,9 +117,12 @@ class PeerServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION (INCARNATION_STALE): expected_incarnation is not this
             server's.
-          FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function or layout
-            differ.
+          FAILED_PRECONDITION (FLEET_MIXED): chunk size, digest function, protocol or
+            layout differ. No byte moves then.
+          FAILED_PRECONDITION (DATA_PATH_UNAVAILABLE): no UCX path in common.
+          INVALID_ARGUMENT (INVALID_FIELD): the field named.
           RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+          RESOURCE_EXHAUSTED (OVERLOADED): limit on leases of peers.
         """
 
     @_abc_1.abstractmethod

@@ -25,15 +25,15 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvwire/v1/transfer.proto\x12\tkvwire.v1\x1a\x1egoogle/protobuf/duration.proto\"X\n\rDataPathOffer\x12!\n\x04path\x18\x01 \x01(\x0e\x32\x13.kvwire.v1.DataPath\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x13\n\x0bucx_address\x18\x03 \x01(\x0c\"Z\n\tShmAccess\x12\x12\n\narena_name\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x15\n\rliveness_name\x18\x04 \x01(\t\"D\n\tUcxAccess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x11\n\tprobe_tag\x18\x02 \x01(\x04\x12\x13\n\x0bprobe_bytes\x18\x03 \x01(\x04\"\xb7\x01\n\x06Ticket\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12!\n\x04path\x18\x02 \x01(\x0e\x32\x13.kvwire.v1.DataPath\x12-\n\nexpires_in\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x1e\n\x05slots\x18\x05 \x03(\x0b\x32\x0f.kvwire.v1.Slot\x12\x14\n\x0c\x61rrival_word\x18\x06 \x01(\r\"\x7f\n\x04Slot\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x13\n\x0bgroup_index\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x61rena_offset\x18\x04 \x01(\x04\x12\x11\n\tfirst_tag\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c*\x81\x01\n\x08\x44\x61taPath\x12\x19\n\x15\x44\x41TA_PATH_UNSPECIFIED\x10\x00\x12\x11\n\rDATA_PATH_SHM\x10\x01\x12\x17\n\x13\x44\x41TA_PATH_UCX_LOCAL\x10\x02\x12\x18\n\x14\x44\x41TA_PATH_UCX_REMOTE\x10\x03\x12\x14\n\x10\x44\x41TA_PATH_INLINE\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18kvwire/v1/transfer.proto\x12\tkvwire.v1\x1a\x1egoogle/protobuf/duration.proto\"X\n\rDataPathOffer\x12!\n\x04path\x18\x01 \x01(\x0e\x32\x13.kvwire.v1.DataPath\x12\x0f\n\x07host_id\x18\x02 \x01(\t\x12\x13\n\x0bucx_address\x18\x03 \x01(\x0c\"Z\n\tShmAccess\x12\x12\n\narena_name\x18\x01 \x01(\t\x12\r\n\x05nonce\x18\x02 \x01(\x0c\x12\x13\n\x0b\x61rena_bytes\x18\x03 \x01(\x04\x12\x15\n\rliveness_name\x18\x04 \x01(\t\"D\n\tUcxAccess\x12\x0f\n\x07\x61\x64\x64ress\x18\x01 \x01(\x0c\x12\x11\n\tprobe_tag\x18\x02 \x01(\x04\x12\x13\n\x0bprobe_bytes\x18\x03 \x01(\x04\"\xb7\x01\n\x06Ticket\x12\x10\n\x08lease_id\x18\x01 \x01(\x04\x12!\n\x04path\x18\x02 \x01(\x0e\x32\x13.kvwire.v1.DataPath\x12-\n\nexpires_in\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0bpiece_bytes\x18\x04 \x01(\x04\x12\x1e\n\x05slots\x18\x05 \x03(\x0b\x32\x0f.kvwire.v1.Slot\x12\x14\n\x0c\x61rrival_word\x18\x06 \x01(\r\"\x90\x01\n\x04Slot\x12\x13\n\x0b\x63hunk_index\x18\x01 \x01(\r\x12\x13\n\x0bgroup_index\x18\x02 \x01(\r\x12\x12\n\nsize_bytes\x18\x03 \x01(\x04\x12\x14\n\x0c\x61rena_offset\x18\x04 \x01(\x04\x12\x11\n\tfirst_tag\x18\x05 \x01(\x04\x12\x10\n\x08\x63hecksum\x18\x06 \x01(\x0c\x12\x0f\n\x07kv_rank\x18\x07 \x01(\r*\x81\x01\n\x08\x44\x61taPath\x12\x19\n\x15\x44\x41TA_PATH_UNSPECIFIED\x10\x00\x12\x11\n\rDATA_PATH_SHM\x10\x01\x12\x17\n\x13\x44\x41TA_PATH_UCX_LOCAL\x10\x02\x12\x18\n\x14\x44\x41TA_PATH_UCX_REMOTE\x10\x03\x12\x14\n\x10\x44\x41TA_PATH_INLINE\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'kvwire.v1.transfer_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_DATAPATH']._serialized_start=639
-  _globals['_DATAPATH']._serialized_end=768
+  _globals['_DATAPATH']._serialized_start=657
+  _globals['_DATAPATH']._serialized_end=786
   _globals['_DATAPATHOFFER']._serialized_start=71
   _globals['_DATAPATHOFFER']._serialized_end=159
   _globals['_SHMACCESS']._serialized_start=161
@@ -42,6 +42,6 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UCXACCESS']._serialized_end=321
   _globals['_TICKET']._serialized_start=324
   _globals['_TICKET']._serialized_end=507
-  _globals['_SLOT']._serialized_start=509
-  _globals['_SLOT']._serialized_end=636
+  _globals['_SLOT']._serialized_start=510
+  _globals['_SLOT']._serialized_end=654
 # @@protoc_insertion_point(module_scope)

@@ -237,6 +237,7 @@ class Slot(_message.Message):
     ARENA_OFFSET_FIELD_NUMBER: _builtins.int
     FIRST_TAG_FIELD_NUMBER: _builtins.int
     CHECKSUM_FIELD_NUMBER: _builtins.int
+    KV_RANK_FIELD_NUMBER: _builtins.int
     chunk_index: _builtins.int
     """chunk_index is the position of the chunk in the prompt, from 0."""
     group_index: _builtins.int
@@ -255,6 +256,10 @@ class Slot(_message.Message):
     """checksum is the xxh3-128 of the object (16 bytes, big-endian canonical form).
     Empty in a store ticket, and while the server has not made it yet.
     """
+    kv_rank: _builtins.int
+    """kv_rank is the rank that the object belongs to. Only in a peer's ticket; a
+    client's slots are those of its own rank.
+    """
     def __init__(
         self,
         *,
@@ -264,10 +269,11 @@ class Slot(_message.Message):
         arena_offset: _builtins.int = ...,
         first_tag: _builtins.int = ...,
         checksum: _builtins.bytes = ...,
+        kv_rank: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_offset", b"arena_offset", "checksum", b"checksum", "chunk_index", b"chunk_index", "first_tag", b"first_tag", "group_index", b"group_index", "size_bytes", b"size_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["arena_offset", b"arena_offset", "checksum", b"checksum", "chunk_index", b"chunk_index", "first_tag", b"first_tag", "group_index", b"group_index", "kv_rank", b"kv_rank", "size_bytes", b"size_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
