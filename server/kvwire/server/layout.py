@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
+from struct import pack
 from typing import Final, Literal
 
 from kvwire.errors import LayoutUnsupported
@@ -106,6 +108,30 @@ class ShardMap:
 
     def same_as(self, other: ShardMap) -> bool:
         return self.layout == other.layout and self.chunk_size == other.chunk_size
+
+
+_DIGEST_DOMAIN: Final = b"kvwire/layout/v1"
+_KIND_NUMBERS: Final[dict[GroupKind, int]] = {"full": 1, "window": 2, "recurrent": 3}
+
+
+def layout_digest(layout: KvLayout, chunk_size: int) -> bytes:
+    """What two servers compare before they exchange bytes, and what stored bytes are filed under.
+
+    SHA-256 over "kvwire/layout/v1" and little-endian 64-bit numbers: chunk size, world size, number of
+    groups, and per group in order its kind (as in `KvGroupKind`), span, window, layers, block bytes and
+    blocks per object.
+    """
+    numbers = [chunk_size, layout.world_size, len(layout.groups)]
+    for group in layout.groups:
+        numbers += [
+            _KIND_NUMBERS[group.kind],
+            group.span_tokens,
+            group.window_tokens,
+            group.num_layers,
+            group.block_bytes,
+            group.blocks_per_object,
+        ]
+    return sha256(_DIGEST_DOMAIN + pack(f"<{len(numbers)}Q", *numbers)).digest()
 
 
 def _problem(group: KvGroup, chunk_size: int) -> str:

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from kvwire.errors import LayoutUnsupported
-from kvwire.server.layout import KvGroup, KvLayout, ShardMap
+from kvwire.server.layout import KvGroup, KvLayout, ShardMap, layout_digest
 
 FULL = KvGroup("full", 16, 0, 4, 1024, 16)
 WINDOW = KvGroup("window", 16, 512, 2, 512, 16)
@@ -68,3 +68,22 @@ def test_equal_layouts_are_the_same_only_at_one_chunk_size() -> None:
 def test_what_cannot_be_cached_is_refused_with_the_reason(layout: KvLayout, why: str) -> None:
     with pytest.raises(LayoutUnsupported, match=why):
         ShardMap(layout, 256)
+
+
+def test_a_layout_digest_tells_layouts_and_chunk_sizes_apart() -> None:
+    layout = KvLayout(2, (FULL, WINDOW, STATE))
+    others = [
+        layout_digest(layout, 512),
+        layout_digest(KvLayout(1, layout.groups), 256),
+        layout_digest(KvLayout(2, (FULL, WINDOW)), 256),
+        layout_digest(KvLayout(2, (FULL, STATE, WINDOW)), 256),
+        layout_digest(KvLayout(2, (replace(FULL, num_layers=5), WINDOW, STATE)), 256),
+        layout_digest(KvLayout(2, (FULL, replace(WINDOW, window_tokens=513), STATE)), 256),
+    ]
+    assert len({layout_digest(layout, 256), *others}) == len(others) + 1
+    assert layout_digest(KvLayout(2, (FULL, WINDOW, replace(STATE))), 256) == layout_digest(layout, 256)
+
+
+def test_a_layout_digest_is_the_same_everywhere() -> None:
+    digest = layout_digest(KvLayout(2, (FULL, WINDOW, STATE)), 256)
+    assert digest.hex() == "70b405aefce86861960bb0723ef9aa9694e793f088bac258dc17d3368ca7ac25"
