@@ -1,0 +1,1 @@
+"""Lower tiers: what has left the memory, or shall outlive it."""

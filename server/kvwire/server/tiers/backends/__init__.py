@@ -1,0 +1,15 @@
+"""Where lower tiers keep their values: folders, object stores, Redis and Valkey."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvwire.errors import ConfigError
+
+if TYPE_CHECKING:
+    from .base import Backend, Place
+
+
+def make_backend(place: Place) -> Backend:
+    """The backend of this place, not yet opened. Raises ConfigError and MissingExtra."""
+    raise ConfigError(f"--l2: there is no storage for {place.scheme}:// URLs")
