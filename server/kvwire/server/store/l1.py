@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.server.store.boundary import Hit, last_boundary
 from kvwire.server.store.events import RemovedChunk, StoredChunk
+from kvwire.server.store.eviction import Eviction
 from kvwire.server.store.integrity import check_store
 from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
 from kvwire.server.store.pins import PINNED_SHARE, KeyPins
@@ -15,8 +16,6 @@ if TYPE_CHECKING:
     from kvwire.server.store.allocator import ExtentAllocator
     from kvwire.server.store.events import StoreListener
     from kvwire.server.store.policy import EvictionPolicy
-
-_EVERYTHING = 1 << 62
 
 
 class L1Store:
@@ -39,12 +38,21 @@ class L1Store:
         self.quarantined_bytes = 0
         self.resident_objects = 0
         self.evictable_bytes = 0
-        self.evicted_chunks = 0
-        self.evicted_bytes = 0
+        self.eviction = Eviction(self)
+        self.evict_to = self.eviction.evict_to
+        self.clear = self.eviction.clear
         self._index = self.tree.index
 
     def __len__(self) -> int:
         return len(self._index)
+
+    @property
+    def evicted_chunks(self) -> int:
+        return self.eviction.chunks
+
+    @property
+    def evicted_bytes(self) -> int:
+        return self.eviction.bytes
 
     def chunks(self) -> Iterator[Chunk]:
         return iter(self._index.values())
@@ -152,7 +160,7 @@ class L1Store:
         if chunk is not None and chunk.space is not space and not self._drop_stale(chunk, space):
             return None
         size = space.shards.object_bytes[shard % space.shards.num_groups]
-        offset = self._make_room(size, protect)
+        offset = self.eviction.make_room(size, protect)
         # Making room may have evicted the chunk itself, unless the caller has refreshed it.
         chunk = self._index.get(key)
         if offset is None:
@@ -242,30 +250,6 @@ class L1Store:
                 self.evictable_bytes -= chunk.size
             self._became_idle(chunk)
 
-    def evict_to(self, used_bytes: int, max_chunks: int = _EVERYTHING) -> int:
-        """Evict until at most `used_bytes` are in use, or nothing more can go. Returns the bytes freed."""
-        before = self.allocator.used
-        while self.allocator.used > used_bytes and max_chunks > 0:
-            victim = self._victim(_EVERYTHING)
-            if victim is None:
-                break
-            self._remove(victim, evicted=True)
-            max_chunks -= 1
-        return before - self.allocator.used
-
-    def clear(self, base_root: bytes | None = None) -> tuple[int, int]:
-        """Drop every chunk (of one base namespace) that is idle. Returns (chunks dropped, chunks kept)."""
-        chosen = [chunk for chunk in self._index.values() if base_root in (None, chunk.space.base_root)]
-        idle = [chunk for chunk in chosen if chunk.idle]
-        everything = len(idle) == len(self._index)
-        for chunk in idle:
-            # One event says it all when nothing is left.
-            chunk.announced = chunk.announced and not everything
-            self._remove(chunk, evicted=False)
-        if everything and self.listener:
-            self.listener.on_cleared()
-        return len(idle), len(chosen) - len(idle)
-
     def check_integrity(self) -> None:
         """Raise AssertionError unless all accounting, links, masks and states agree. Slow."""
         check_store(self)
@@ -276,41 +260,12 @@ class L1Store:
         first = max(boundary - space.shards.windows[-1][0], 0)
         return Hit(boundary, first, [chunk for chunk in found[first:boundary] if chunk is not None])
 
-    def _make_room(self, size: int, protect: int) -> int | None:
-        allocator = self.allocator
-        offset = allocator.allocate(size)
-        if offset is not None:
-            return offset
-        if allocator.free_bytes + self.evictable_bytes < allocator.rounded(size):
-            return None
-        while (victim := self._victim(protect)) is not None:
-            self._remove(victim, evicted=True)
-            offset = allocator.allocate(size)
-            if offset is not None:
-                return offset
-        return None
-
-    def _victim(self, protect: int) -> Chunk | None:
-        for chunk in self.tree.unreachable.values():
-            if chunk.idle and chunk.stamp < protect:
-                return chunk
-        return self.policy.victim(protect) or self._inner_victim(protect)
-
-    def _inner_victim(self, protect: int) -> Chunk | None:
-        # Every leaf is pinned: a head whose tail is in use goes only when the pool has nothing else.
-        if not self.evictable_bytes:
-            return None
-        idle = [chunk for chunk in self._index.values() if chunk.idle and chunk.stamp < protect]
-        return min(idle, key=lambda chunk: chunk.stamp, default=None)
-
-    def _remove(self, chunk: Chunk, *, evicted: bool) -> None:
+    def remove(self, chunk: Chunk, *, evicted: bool) -> None:
+        """Drop an idle chunk with all it has. `evicted`: others need the memory."""
         self._gone(chunk, evicted=evicted)
         self.policy.removed(chunk, evicted=evicted)
         if not chunk.kept:
             self.evictable_bytes -= chunk.size
-        if evicted:
-            self.evicted_chunks += 1
-            self.evicted_bytes += chunk.size
         for index, stored in enumerate(chunk.shards):
             if stored is not None:
                 chunk.shards[index] = None
@@ -372,7 +327,7 @@ class L1Store:
         """Make way where a former layout of the same namespace left a chunk."""
         if chunk.pins or chunk.space.root != space.root:
             return False
-        self._remove(chunk, evicted=False)
+        self.remove(chunk, evicted=False)
         return True
 
     def _completed(self, chunk: Chunk, tokens: bytes) -> None:
