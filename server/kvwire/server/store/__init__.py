@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvwire.server.store.allocator import ExtentAllocator
-from kvwire.server.store.boundary import Hit
+from kvwire.server.store.boundary import Hit, longest_boundary, needed_shards
 from kvwire.server.store.events import Listeners, RemovedChunk, StoredChunk, StoreListener
 from kvwire.server.store.l1 import L1Store
 from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
@@ -26,5 +26,7 @@ __all__ = [
     "StoreListener",
     "StoredChunk",
     "StoredObject",
+    "longest_boundary",
     "make_policy",
+    "needed_shards",
 ]

@@ -73,8 +73,9 @@ class L1Store:
             if chunk is None or chunk.mask & need != need or chunk.space is not space:
                 break
             chunks.append(chunk)
-        if space.shards.windows:
-            del chunks[last_boundary(space.shards.windows, chunks) :]
+        windows = space.shards.windows
+        if windows:
+            del chunks[last_boundary(windows, [chunk.mask for chunk in chunks], len(chunks)) :]
         return Hit(len(chunks), 0, chunks)
 
     def pin(self, chunks: Iterable[Chunk]) -> None:
@@ -256,7 +257,8 @@ class L1Store:
 
     def _find_in_windows(self, space: Space, keys: Sequence[bytes]) -> Hit:
         found = [self.get(key, space) for key in keys]
-        boundary = last_boundary(space.shards.windows, found)
+        masks = [0 if chunk is None else chunk.mask for chunk in found]
+        boundary = last_boundary(space.shards.windows, masks, len(masks))
         first = max(boundary - space.shards.windows[-1][0], 0)
         return Hit(boundary, first, [chunk for chunk in found[first:boundary] if chunk is not None])
 
