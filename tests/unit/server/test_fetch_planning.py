@@ -35,9 +35,7 @@ def needs_of(shards: ShardMap, boundary: int, index: int) -> set[int]:
 
 
 def reaches(shards: ShardMap, boundary: int, masks: list[int]) -> bool:
-    return all(
-        needs_of(shards, boundary, index) <= set(shards_of(masks[index])) for index in range(boundary)
-    )
+    return all(needs_of(shards, boundary, index) <= set(shards_of(masks[index])) for index in range(boundary))
 
 
 @st.composite
@@ -71,7 +69,7 @@ def test_a_plan_is_the_longest_boundary_that_all_reach_together_and_that_has_roo
     extents = [group.object_bytes + BLOCK_BYTES for group in shards.layout.groups]
     room = units * BLOCK_BYTES * 3
     plan = make_plan(shards, memory, offers, extents, room)
-    together = [mask for mask in memory]
+    together = list(memory)
     for offer in offers:
         together = [mine | theirs for mine, theirs in zip(together, offer, strict=True)]
 

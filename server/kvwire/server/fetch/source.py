@@ -59,15 +59,15 @@ class Found(Protocol):
     ) -> None:
         """Fill the targets, a part of what `masks` told, in their order as far as that is possible.
 
-        Called once or several times, one after the other, with other targets each time; what `masks` told and
-        nobody fetched is let go by `release`. Calls `done(target, checksum, error)` exactly once for each, on the event loop, as soon as its bytes
-        are there, complete and compared with their checksum (xxh3-128), or have failed. After `done`, and
-        after this returns or raises, nothing touches the target any more. Gives up at `until` (monotonic
-        seconds). Raises nothing but CancelledError.
+        May be called again, with other targets, when it has returned. Calls `done(target, checksum, error)`
+        exactly once for each, on the event loop, as soon as its bytes are there, complete and compared with
+        their checksum (xxh3-128), or have failed. After `done`, and after this returns or raises, nothing
+        touches the target any more. Gives up at `until` (monotonic seconds). Raises nothing but
+        CancelledError.
         """
 
     async def release(self) -> None:
-        """Let go of what is held for this prompt, fetched or not. Raises nothing."""
+        """Let go of what is held for this prompt, also of what nobody has fetched. Raises nothing."""
 
 
 class Source(Protocol):
