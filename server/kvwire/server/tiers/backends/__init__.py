@@ -9,7 +9,7 @@ from kvwire.errors import ConfigError
 if TYPE_CHECKING:
     from .base import Backend, Place
 
-_REDIS: Final = frozenset({"db", "tls", "ca", "user", "password_env"})
+_REDIS: Final = frozenset({"db", "tls", "ca", "user", "auth_env"})
 OPTIONS: Final = {
     "file": frozenset[str](),
     "memory": frozenset[str](),
@@ -20,6 +20,8 @@ OPTIONS: Final = {
     "valkey": _REDIS,
 }
 """What `Place.options` may have, for every scheme."""
+
+SCHEMES: Final = tuple(OPTIONS)
 
 
 def make_backend(place: Place) -> Backend:

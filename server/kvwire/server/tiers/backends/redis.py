@@ -188,7 +188,7 @@ def _tls(glide: Any, ca: str) -> Any:
 
 
 def _credentials(glide: Any, place: Place) -> Any:
-    given = place.options.get("password_env")
+    given = place.options.get("auth_env")
     names = (given,) if given else PASSWORDS[place.scheme]
     password = next((os.environ[name] for name in names if os.environ.get(name)), None)
     user = place.options.get("user")
