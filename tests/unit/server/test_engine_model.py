@@ -33,7 +33,7 @@ LENGTH = st.integers(1, MAX_CHUNKS).map(lambda length: MAX_CHUNKS + 1 - length)
 
 
 class EngineMachine(EngineModel, RuleBasedStateMachine):
-    @initialize(policy=st.sampled_from(["lru", "arc"]))
+    @initialize(policy=st.sampled_from(["lru", "arc", "tenant"]))
     def start(self, policy: str) -> None:
         self.begin_with(policy)
 

@@ -8,7 +8,7 @@ import pytest
 
 from kvwire.server.engine import make_store
 from kvwire.server.layout import ShardMap
-from kvwire.server.store import L1Store, Space
+from kvwire.server.store import POLICIES, L1Store, Space
 from support.domain import BLOCK_BYTES, CHUNK, FULL, OBJECT_BYTES, layout
 
 KEYS = [hashlib.sha256(bytes([index])).digest() for index in range(40)]
@@ -39,7 +39,7 @@ class Memory:
         return self.store.key_pins.chunks, self.store.key_pins.bytes // OBJECT_BYTES
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("before", [True, False])
 def test_a_pinned_chunk_stays_and_an_unpinned_one_goes(policy, before):
     memory = Memory(policy)

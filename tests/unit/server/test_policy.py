@@ -9,10 +9,8 @@ from hypothesis import strategies as st
 from kvwire.errors import ConfigError
 from kvwire.server.engine import make_store
 from kvwire.server.layout import ShardMap
-from kvwire.server.store import ArcPolicy, L1Store, Space, make_policy
+from kvwire.server.store import POLICIES, ArcPolicy, L1Store, Space, make_policy
 from support.domain import BLOCK_BYTES, CHUNK, OBJECT_BYTES, layout
-
-POLICIES = ["lru", "arc"]
 
 
 class Chains:
@@ -165,7 +163,7 @@ def test_arc_keeps_what_is_used_often_through_a_scan() -> None:
         chains.hit("hot", 8)
         scan(chains, 12)
         survivors[policy] = chains.resident("hot")
-    assert survivors == {"lru": 0, "arc": 8}
+    assert survivors == {"lru": 0, "arc": 8, "tenant": 0}
 
 
 def test_arc_moves_to_recency_when_what_was_seen_once_comes_back() -> None:
@@ -199,7 +197,7 @@ def test_arc_forgets_ghosts_in_time() -> None:
     arc.check_integrity(chains.store.chunks())
 
 
-@pytest.mark.parametrize("name", ["tenant", "isolated-lru", "LRU", "", "noop"])
+@pytest.mark.parametrize("name", ["isolated-lru", "tenants", "LRU", "", "noop"])
 def test_a_policy_that_is_not_implemented_is_refused_at_start(name: str) -> None:
-    with pytest.raises(ConfigError, match="use one of: lru, arc"):
+    with pytest.raises(ConfigError, match="use one of: lru, arc, tenant"):
         make_policy(name, 1024)

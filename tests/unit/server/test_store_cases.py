@@ -17,6 +17,7 @@ from kvwire.server.messages import (
     ObjectRange,
     SlotState,
 )
+from kvwire.server.store import POLICIES
 from support.domain import (
     CHUNK,
     FULL,
@@ -238,7 +239,7 @@ def test_bl50_illegal_identities_are_refused_without_quoting_them(domain: Domain
     assert domain.engine.status().sessions == 0
 
 
-@pytest.mark.parametrize("policy", ["lru", "arc"])
+@pytest.mark.parametrize("policy", POLICIES)
 def test_bl52_use_falls_for_every_policy(policy: str) -> None:
     domain = Domain(pool=20, policy=policy)
     client = domain.register()
@@ -252,8 +253,9 @@ def test_bl52_use_falls_for_every_policy(policy: str) -> None:
     domain.check()
 
 
-def test_bl52_everything_locked_is_refused_at_once() -> None:
-    domain = Domain(pool=4)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bl52_everything_locked_is_refused_at_once(policy: str) -> None:
+    domain = Domain(pool=4, policy=policy)
     client = domain.register()
     domain.store_prompt(client, "w", tokens(4))
     assert domain.lookup(client, "r", tokens(4)).hit_chunks == 4
@@ -267,9 +269,10 @@ def test_bl52_everything_locked_is_refused_at_once() -> None:
     assert states(domain.begin(client, "new", 0, 2)) == [SlotState.RESERVED] * 2
 
 
-def test_bl52_room_is_made_where_it_can_be() -> None:
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bl52_room_is_made_where_it_can_be(policy: str) -> None:
     """A pool of 28 with 18 unlocked residents takes 11 new objects by evicting one."""
-    domain = Domain(pool=28)
+    domain = Domain(pool=28, policy=policy)
     client = domain.register()
     for seed in range(9):
         domain.store_prompt(client, "w", tokens(2, seed))
@@ -278,8 +281,9 @@ def test_bl52_room_is_made_where_it_can_be() -> None:
     assert domain.engine.counters.evicted_chunks == 1
 
 
-def test_bl52_an_object_larger_than_the_pool_evicts_nothing() -> None:
-    domain = Domain(pool=4, kv_layout=layout(1, FULL, window_group(9)))
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bl52_an_object_larger_than_the_pool_evicts_nothing(policy: str) -> None:
+    domain = Domain(pool=4, policy=policy, kv_layout=layout(1, FULL, window_group(9)))
     client = domain.register()
     domain.store_prompt(client, "w", tokens(2))
     giant = Namespace("giant")
@@ -292,8 +296,9 @@ def test_bl52_an_object_larger_than_the_pool_evicts_nothing() -> None:
     assert domain.hit(tokens(2)) == 2
 
 
-def test_bl53_the_tail_of_a_prompt_stored_in_parts_goes_first(domain: Domain) -> None:
-    domain = Domain(pool=8)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bl53_the_tail_of_a_prompt_stored_in_parts_goes_first(policy: str) -> None:
+    domain = Domain(pool=8, policy=policy)
     client = domain.register()
     domain.lookup(client, "w", tokens(8))
     for first in range(0, 8, 2):
@@ -303,8 +308,9 @@ def test_bl53_the_tail_of_a_prompt_stored_in_parts_goes_first(domain: Domain) ->
     domain.check()
 
 
-def test_bl53_a_hit_refreshes_the_head_also_when_only_the_tail_is_read() -> None:
-    domain = Domain(pool=16)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_bl53_a_hit_refreshes_the_head_also_when_only_the_tail_is_read(policy: str) -> None:
+    domain = Domain(pool=16, policy=policy)
     client = domain.register()
     domain.store_prompt(client, "a", tokens(8, seed=1))
     domain.store_prompt(client, "b", tokens(8, seed=2))
@@ -332,4 +338,4 @@ def test_bl07_an_image_is_part_of_the_key(domain: Domain) -> None:
 
 def test_an_unknown_policy_never_starts() -> None:
     with pytest.raises(Exception, match="not implemented"):
-        make_store(4096, "tenant")
+        make_store(4096, "fifo")

@@ -7,7 +7,10 @@ from kvwire.server.store.boundary import Hit, longest_boundary, needed_shards
 from kvwire.server.store.events import Listeners, RemovedChunk, StoredChunk, StoreListener
 from kvwire.server.store.l1 import L1Store
 from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
-from kvwire.server.store.policy import POLICIES, ArcPolicy, EvictionPolicy, LruPolicy, make_policy
+from kvwire.server.store.policies import POLICIES, make_policy
+from kvwire.server.store.policy import ArcPolicy, EvictionPolicy, LruPolicy
+from kvwire.server.store.tenant_policy import TenantPolicy
+from kvwire.server.store.tenants import TenantUse
 
 __all__ = [
     "POLICIES",
@@ -26,6 +29,8 @@ __all__ = [
     "StoreListener",
     "StoredChunk",
     "StoredObject",
+    "TenantPolicy",
+    "TenantUse",
     "longest_boundary",
     "make_policy",
     "needed_shards",

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Final
 
+from kvwire.server.store.tenant_policy import TenantPolicy
+
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from kvwire.server.store.l1 import L1Store
     from kvwire.server.store.objects import Chunk
+    from kvwire.server.store.tenants import TenantUse
 
 EVERYTHING: Final = 1 << 62
 
@@ -16,17 +21,27 @@ class Eviction:
 
     def __init__(self, store: L1Store) -> None:
         self._store = store
+        self._by_tenant = store.policy if isinstance(store.policy, TenantPolicy) else None
         self.chunks = 0
         self.bytes = 0
 
-    def make_room(self, size: int, protect: int) -> int | None:
-        """The offset of a new extent. Evicts nothing if that could not help; None: no memory for it."""
+    def make_room(self, use: TenantUse, size: int, protect: int) -> int | None:
+        """The offset of a new extent for a tenant. Evicts nothing if that could not help; None: no memory.
+
+        A tenant gives way within its own quota before others do in the pool.
+        """
         store, allocator = self._store, self._store.allocator
+        need = allocator.rounded(size)
+        if use.excess(need) > use.evictable or need > allocator.free_bytes + store.evictable_bytes:
+            return None
+        while use.excess(need) > 0:
+            own = self._victim_of(use, protect)
+            if own is None:
+                return None
+            self._evict(own)
         offset = allocator.allocate(size)
         if offset is not None:
             return offset
-        if allocator.free_bytes + store.evictable_bytes < allocator.rounded(size):
-            return None
         while (victim := self._victim(protect)) is not None:
             self._evict(victim)
             offset = allocator.allocate(size)
@@ -46,10 +61,34 @@ class Eviction:
             max_chunks -= 1
         return before - allocator.used
 
-    def clear(self, base_root: bytes | None = None) -> tuple[int, int]:
-        """Drop every chunk (of one base namespace) that is idle. Returns (chunks dropped, chunks kept)."""
+    def evict_over_quota(self, max_chunks: int = EVERYTHING) -> int:
+        """Evict of the tenants above their quotas what is too much. Returns the bytes freed."""
+        before = self._store.allocator.used
+        for use in self._store.tenants.over():
+            while max_chunks > 0 and use.excess() > 0:
+                victim = self._victim_of(use, EVERYTHING)
+                if victim is None:
+                    break
+                self._evict(victim)
+                max_chunks -= 1
+        return before - self._store.allocator.used
+
+    def drop(self, keys: Iterable[bytes]) -> tuple[int, int]:
+        """Drop the chunks of these keys that are idle. Returns (chunks dropped, chunks kept)."""
+        found = [chunk for key in dict.fromkeys(keys) if (chunk := self._store.get(key)) is not None]
+        idle = [chunk for chunk in found if chunk.idle]
+        for chunk in idle:
+            self._store.remove(chunk, evicted=False)
+        return len(idle), len(found) - len(idle)
+
+    def clear(self, base_root: bytes | None = None, tenant: str | None = None) -> tuple[int, int]:
+        """Drop every chunk (of one base namespace or tenant) that is idle. Returns (dropped, kept)."""
         store = self._store
-        chosen = [chunk for chunk in store.chunks() if base_root in (None, chunk.space.base_root)]
+        chosen = [
+            chunk
+            for chunk in store.chunks()
+            if base_root in (None, chunk.space.base_root) and tenant in (None, chunk.space.tenant)
+        ]
         idle = [chunk for chunk in chosen if chunk.idle]
         everything = len(idle) == len(store)
         for chunk in idle:
@@ -67,14 +106,29 @@ class Eviction:
 
     def _victim(self, protect: int) -> Chunk | None:
         store = self._store
-        for chunk in store.tree.unreachable.values():
-            if chunk.idle and chunk.stamp < protect:
-                return chunk
-        return store.policy.victim(protect) or self._inner_victim(protect)
+        for use in store.tenants.over():
+            if (victim := self._victim_of(use, protect)) is not None:
+                return victim
+        victim = _first_idle(store.tree.unreachable, protect) or store.policy.victim(protect)
+        if victim is None and store.evictable_bytes:
+            victim = _inner_victim(store.chunks(), protect)
+        return victim
 
-    def _inner_victim(self, protect: int) -> Chunk | None:
-        # Every leaf is pinned: a head whose tail is in use goes only when the pool has nothing else.
-        if not self._store.evictable_bytes:
-            return None
-        idle = [chunk for chunk in self._store.chunks() if chunk.idle and chunk.stamp < protect]
-        return min(idle, key=lambda chunk: chunk.stamp, default=None)
+    def _victim_of(self, use: TenantUse, protect: int) -> Chunk | None:
+        victim = _first_idle(use.unreachable, protect)
+        if victim is None and self._by_tenant is not None:
+            victim = self._by_tenant.victim_of(use.tenant, protect)
+        if victim is None and use.evictable:
+            own = (chunk for chunk in self._store.chunks() if chunk.space.use is use)
+            victim = _inner_victim(own, protect)
+        return victim
+
+
+def _first_idle(chunks: dict[bytes, Chunk], protect: int) -> Chunk | None:
+    return next((chunk for chunk in chunks.values() if chunk.idle and chunk.stamp < protect), None)
+
+
+def _inner_victim(chunks: Iterable[Chunk], protect: int) -> Chunk | None:
+    """Every leaf is pinned: a head whose tail is in use goes only when there is nothing else."""
+    idle = (chunk for chunk in chunks if chunk.idle and chunk.stamp < protect)
+    return min(idle, key=lambda chunk: chunk.stamp, default=None)

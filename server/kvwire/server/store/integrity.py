@@ -6,6 +6,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvwire.server.store.objects import Chunk, ObjectState
+from kvwire.server.store.tenants import NOBODY
 
 if TYPE_CHECKING:
     from kvwire.server.store.l1 import L1Store
@@ -19,8 +20,11 @@ def check_store(store: L1Store) -> None:
         _check_chunk(store, chunk)
         _check_links(store, chunk)
     _check_bytes(store, chunks)
+    _check_tenants(store, chunks)
     _check_pinned(store, chunks)
     _check_overlap(chunks)
+    listed = list(store.tree.listing.after(0))
+    ensure(listed == sorted(chunks, key=lambda chunk: chunk.serial), "the listing drifted")
     store.policy.check_integrity(chunks)
     for parent_key, children in store.tree.waiting().items():
         for child in children.values():
@@ -88,6 +92,29 @@ def _check_bytes(store: L1Store, chunks: list[Chunk]) -> None:
         own = [chunk for chunk in chunks if chunk.space is space]
         ensure(space.chunks == len(own), "chunks of a namespace drifted")
         ensure(space.resident_bytes == sum(chunk.size for chunk in own), "bytes of a namespace drifted")
+
+
+def _check_tenants(store: L1Store, chunks: list[Chunk]) -> None:
+    ensure(NOBODY.used == NOBODY.evictable == 0, "bytes were counted for nobody")
+    uses = store.tenants.uses()
+    ensure(
+        sum(use.quarantined for use in uses) == store.quarantined_bytes,
+        "quarantined bytes of tenants drifted",
+    )
+    for use in uses:
+        own = [chunk for chunk in chunks if chunk.space.use is use]
+        ensure(all(chunk.space.tenant == use.tenant for chunk in own), "a chunk is another tenant's")
+        ensure(use.resident == sum(chunk.size for chunk in own), "resident bytes of a tenant drifted")
+        present = [stored for chunk in own for stored in chunk.shards if stored is not None]
+        reserved = sum(stored.extent for stored in present if stored.state is ObjectState.RESERVED)
+        ensure(use.reserved == reserved, "reserved bytes of a tenant drifted")
+        idle = sum(chunk.size for chunk in own if chunk.idle)
+        ensure(use.evictable == idle, "evictable bytes of a tenant drifted")
+        lost = {chunk.key for chunk in own if chunk.key in store.tree.unreachable}
+        ensure(set(use.unreachable) == lost, "unreachable chunks of a tenant drifted")
+        ensure(use.limit == store.tenants.limits.get(use.tenant, 0), "a tenant has another limit")
+        known = use.excess() <= 0 or use in store.tenants.over()
+        ensure(known, "a tenant is above its limit, and nobody knows it")
 
 
 def _check_pinned(store: L1Store, chunks: list[Chunk]) -> None:

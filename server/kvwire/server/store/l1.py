@@ -8,6 +8,7 @@ from kvwire.server.store.eviction import Eviction
 from kvwire.server.store.integrity import check_store
 from kvwire.server.store.objects import Chunk, ObjectRef, ObjectState, Space, StoredObject
 from kvwire.server.store.pins import PINNED_SHARE, KeyPins
+from kvwire.server.store.tenants import Tenants
 from kvwire.server.store.tree import PrefixTree
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ class L1Store:
         self.policy = policy
         self.listener = listener
         self.tree = PrefixTree(policy)
+        self.tenants = Tenants()
         self.key_pins = KeyPins(int(allocator.capacity * PINNED_SHARE))
         self.resident_bytes = 0
         self.reserved_bytes = 0
@@ -81,7 +83,7 @@ class L1Store:
     def pin(self, chunks: Iterable[Chunk]) -> None:
         for chunk in chunks:
             if chunk.idle:
-                self.evictable_bytes -= chunk.size
+                self._count_evictable(chunk, -chunk.size)
             chunk.pins += 1
 
     def unpin(self, chunks: Iterable[Chunk]) -> None:
@@ -160,8 +162,9 @@ class L1Store:
         chunk = self._index.get(key)
         if chunk is not None and chunk.space is not space and not self._drop_stale(chunk, space):
             return None
+        use = self.tenants.of(space)
         size = space.shards.object_bytes[shard % space.shards.num_groups]
-        offset = self.eviction.make_room(size, protect)
+        offset = self.eviction.make_room(use, size, protect)
         # Making room may have evicted the chunk itself, unless the caller has refreshed it.
         chunk = self._index.get(key)
         if offset is None:
@@ -176,6 +179,7 @@ class L1Store:
         chunk.shards[shard] = stored
         self.pin((chunk,))
         self.reserved_bytes += extent
+        use.reserved += extent
         return stored
 
     def commit(self, stored: StoredObject, checksum: bytes = b"", tokens: bytes = b"") -> None:
@@ -191,7 +195,10 @@ class L1Store:
         self.reserved_bytes -= stored.extent
         self.resident_bytes += stored.extent
         self.resident_objects += 1
-        chunk.space.resident_bytes += stored.extent
+        space = chunk.space
+        space.resident_bytes += stored.extent
+        space.use.reserved -= stored.extent
+        space.use.resident += stored.extent
         if first:
             self.policy.inserted(chunk)
         else:
@@ -209,12 +216,14 @@ class L1Store:
         """Take a reserved object out of the index; its memory stays taken until `release`."""
         self._withdraw(stored, ObjectState.QUARANTINED)
         self.quarantined_bytes += stored.extent
+        stored.chunk.space.use.quarantined += stored.extent
 
     def release(self, stored: StoredObject) -> None:
         """Free a quarantined object."""
         _expect(stored, ObjectState.QUARANTINED)
         stored.state = ObjectState.FREED
         self.quarantined_bytes -= stored.extent
+        stored.chunk.space.use.quarantined -= stored.extent
         self.allocator.free(stored.offset)
 
     def ref(self, stored: StoredObject) -> ObjectRef:
@@ -248,7 +257,7 @@ class L1Store:
         self._note_gap(chunk)
         if not chunk.pins:
             if not chunk.kept:
-                self.evictable_bytes -= chunk.size
+                self._count_evictable(chunk, -chunk.size)
             self._became_idle(chunk)
 
     def check_integrity(self) -> None:
@@ -267,7 +276,7 @@ class L1Store:
         self._gone(chunk, evicted=evicted)
         self.policy.removed(chunk, evicted=evicted)
         if not chunk.kept:
-            self.evictable_bytes -= chunk.size
+            self._count_evictable(chunk, -chunk.size)
         for index, stored in enumerate(chunk.shards):
             if stored is not None:
                 chunk.shards[index] = None
@@ -287,14 +296,18 @@ class L1Store:
             self._became_evictable(chunk)
 
     def _became_evictable(self, chunk: Chunk) -> None:
-        self.evictable_bytes += chunk.size
+        self._count_evictable(chunk, chunk.size)
         if chunk.is_evictable_leaf:
             self.policy.offer(chunk)
+
+    def _count_evictable(self, chunk: Chunk, change: int) -> None:
+        self.evictable_bytes += change
+        chunk.space.use.evictable += change
 
     def _keep_if_pinned(self, chunk: Chunk) -> None:
         if self.key_pins.wants(chunk):
             if chunk.idle:
-                self.evictable_bytes -= chunk.size
+                self._count_evictable(chunk, -chunk.size)
             self.key_pins.hold(chunk)
 
     def _forget(self, chunk: Chunk) -> None:
@@ -306,7 +319,9 @@ class L1Store:
         stored.state = ObjectState.FREED
         stored.chunk.size -= stored.extent
         self.key_pins.resized(stored.chunk, -stored.extent)
-        stored.chunk.space.resident_bytes -= stored.extent
+        space = stored.chunk.space
+        space.resident_bytes -= stored.extent
+        space.use.resident -= stored.extent
         self.resident_bytes -= stored.extent
         self.allocator.free(stored.offset)
 
@@ -316,6 +331,7 @@ class L1Store:
         stored.state = state
         chunk.shards[stored.shard] = None
         self.reserved_bytes -= stored.extent
+        chunk.space.use.reserved -= stored.extent
         self._note_gap(chunk)
         self.unpin((chunk,))
 

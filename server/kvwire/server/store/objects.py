@@ -4,6 +4,8 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
+from kvwire.server.store.tenants import NOBODY, TenantUse
+
 if TYPE_CHECKING:
     from kvwire.server.layout import ShardMap
 
@@ -36,6 +38,8 @@ class Space:
     shards: ShardMap
     chunks: int = 0
     resident_bytes: int = 0
+    # Of the tenant, once it has stored anything.
+    use: TenantUse = field(default=NOBODY, repr=False)
 
 
 @dataclass(slots=True, eq=False)
@@ -76,6 +80,8 @@ class Chunk:
     pins: int = 0
     # Recency: larger is later, and a parent is always later than its children.
     stamp: int = 0
+    # The order of coming.
+    serial: int = 0
     # Of the eviction policy.
     tier: int = 0
     queued: bool = False

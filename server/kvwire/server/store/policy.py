@@ -7,17 +7,13 @@ on each chunk: a whole chain is refreshed at once, so that the head ends latest.
 from __future__ import annotations
 
 from collections import OrderedDict
-from heapq import heappop, heappush
+from heapq import heappop, heappush, heapreplace
 from typing import TYPE_CHECKING, Protocol
 
-from kvwire.errors import ConfigError
-
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Sequence
+    from collections.abc import Iterable, Sequence
 
     from kvwire.server.store.objects import Chunk
-
-POLICIES = ("lru", "arc")
 
 
 class EvictionPolicy(Protocol):
@@ -60,7 +56,8 @@ class LeafQueue:
         chunk.queued = True
         heappush(self._heap, (chunk.stamp, chunk))
 
-    def pop(self, protect: int) -> Chunk | None:
+    def first(self) -> Chunk | None:
+        """The leaf with the earliest stamp, which stays."""
         heap = self._heap
         while heap:
             stamp, chunk = heap[0]
@@ -69,18 +66,21 @@ class LeafQueue:
                 heappop(heap)
                 chunk.queued = False
             elif chunk.stamp != stamp:
-                heappop(heap)
-                heappush(heap, (chunk.stamp, chunk))
-            elif stamp >= protect:
-                return None
+                heapreplace(heap, (chunk.stamp, chunk))
             else:
-                heappop(heap)
-                chunk.queued = False
                 return chunk
         return None
 
+    def pop(self, protect: int) -> Chunk | None:
+        chunk = self.first()
+        if chunk is None or chunk.stamp >= protect:
+            return None
+        heappop(self._heap)
+        chunk.queued = False
+        return chunk
 
-class _Clock:
+
+class Clock:
     def __init__(self) -> None:
         self._latest = 0
 
@@ -90,7 +90,7 @@ class _Clock:
         return range(self._latest, first - 1, -1)
 
 
-class LruPolicy(_Clock):
+class LruPolicy(Clock):
     """Least recently used prompt first."""
 
     name = "lru"
@@ -119,10 +119,10 @@ class LruPolicy(_Clock):
         return self._leaves.pop(protect)
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
-        _ensure_offered(chunks)
+        ensure_offered(chunks)
 
 
-class ArcPolicy(_Clock):
+class ArcPolicy(Clock):
     """ARC (Megiddo and Modha, FAST '03), in bytes: chunks seen once (tier 1) and more often (tier 2) compete.
 
     Ghosts, the keys of what was evicted from each tier, move the share of tier 1 (`target`): a scan only ever
@@ -178,12 +178,12 @@ class ArcPolicy(_Clock):
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
         chunks = list(chunks)
-        _ensure_offered(chunks)
+        ensure_offered(chunks)
         for tier in (1, 2):
             resident = sum(chunk.size for chunk in chunks if chunk.size and chunk.tier == tier)
-            _ensure(resident == self._bytes[tier], f"bytes of tier {tier} drifted")
-            _ensure(sum(self._ghosts[tier].values()) == self._ghost_bytes[tier], f"ghosts {tier} drifted")
-        _ensure(0 <= self._target <= self._capacity, "target out of range")
+            ensure(resident == self._bytes[tier], f"bytes of tier {tier} drifted")
+            ensure(sum(self._ghosts[tier].values()) == self._ghost_bytes[tier], f"ghosts {tier} drifted")
+        ensure(0 <= self._target <= self._capacity, "target out of range")
 
     def _tier_of_new(self, key: bytes) -> int:
         for tier in (1, 2):
@@ -217,22 +217,11 @@ class ArcPolicy(_Clock):
         return None
 
 
-def make_policy(name: str, capacity: int) -> EvictionPolicy:
-    """The policy for a pool of `capacity` bytes. Raises ConfigError for one that is not implemented."""
-    makers: dict[str, Callable[[], EvictionPolicy]] = {"lru": LruPolicy, "arc": lambda: ArcPolicy(capacity)}
-    if name not in makers:
-        raise ConfigError(
-            f"Eviction policy {name!r} is not implemented; use one of: {', '.join(POLICIES)}.",
-            setting="policy",
-        )
-    return makers[name]()
-
-
-def _ensure_offered(chunks: Iterable[Chunk]) -> None:
+def ensure_offered(chunks: Iterable[Chunk]) -> None:
     for chunk in chunks:
-        _ensure(chunk.queued or not chunk.is_evictable_leaf, "an evictable leaf is not offered")
+        ensure(chunk.queued or not chunk.is_evictable_leaf, "an evictable leaf is not offered")
 
 
-def _ensure(condition: bool, problem: str) -> None:
+def ensure(condition: bool, problem: str) -> None:
     if not condition:
         raise AssertionError(problem)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from kvwire.server.store.listing import Listing
 from kvwire.server.store.objects import Chunk
 
 if TYPE_CHECKING:
@@ -18,6 +19,7 @@ class PrefixTree:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.index: dict[bytes, Chunk] = {}
+        self.listing = Listing()
         self.unreachable: dict[bytes, Chunk] = {}
         self._policy = policy
         # Chunks whose parent is absent, by its key.
@@ -27,6 +29,7 @@ class PrefixTree:
         """A new chunk without objects. `parent_key` is empty for a head, and when it is not known."""
         chunk = Chunk(key, parent_key, space, [None] * space.shards.num_shards, stamp=stamp)
         self.index[key] = chunk
+        self.listing.add(chunk)
         space.chunks += 1
         if parent_key:
             parent = self.index.get(parent_key)
@@ -41,8 +44,9 @@ class PrefixTree:
     def remove(self, chunk: Chunk) -> None:
         """Forget a chunk. Its children stay, without a parent."""
         del self.index[chunk.key]
+        self.listing.remove(chunk)
         chunk.space.chunks -= 1
-        self.unreachable.pop(chunk.key, None)
+        self._reach(chunk)
         parent = chunk.parent
         if parent is not None:
             self._unlink(parent, chunk)
@@ -59,8 +63,9 @@ class PrefixTree:
         # Without full attention a boundary leans on the last chunks alone.
         if chunk.space.shards.full_mask and (stranded or chunk.broken):
             self.unreachable[chunk.key] = chunk
+            chunk.space.use.unreachable[chunk.key] = chunk
         else:
-            self.unreachable.pop(chunk.key, None)
+            self._reach(chunk)
 
     def ancestry(self, chunk: Chunk | None) -> list[Chunk]:
         """The chunk and what is known of the chain before it, head first."""
@@ -73,6 +78,10 @@ class PrefixTree:
 
     def waiting(self) -> dict[bytes, dict[bytes, Chunk]]:
         return self._waiting
+
+    def _reach(self, chunk: Chunk) -> None:
+        if self.unreachable.pop(chunk.key, None) is not None:
+            del chunk.space.use.unreachable[chunk.key]
 
     def _unlink(self, parent: Chunk, child: Chunk) -> None:
         child.parent = None
