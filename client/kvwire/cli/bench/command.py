@@ -1,4 +1,4 @@
-"""`kvwire bench control | transfer | engine | coordinator`."""
+"""`kvwire bench control | transfer | engine | coordinator | peer`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ times are noise on a machine that does other work.
   kvwire bench control
   kvwire bench transfer --path shm --json
   kvwire bench engine --with-lmcache
-  kvwire bench coordinator --quick"""
+  kvwire bench coordinator --quick
+  kvwire bench peer --part transfer"""
 CONTROL_TEXT = """Ping and lookups against a bare grpc.aio echo of 64 bytes, over a socket file.
 
   kvwire bench control
@@ -71,6 +72,20 @@ of 64 bytes; what heartbeats and lookups wait for while events come in and while
 fenced; the time from a fault until the directory is whole; how often a hint fails at its owner. In full it
 takes two minutes and 3 GiB of memory, with --quick half a minute."""
 
+PEER_TEXT = """Servers that get KV from each other: speed, engines, stale hints, a killed server.
+
+  kvwire bench peer
+  kvwire bench peer --part transfer --size 64MiB --json
+  kvwire bench peer --part engines --model llama
+  kvwire bench peer --plot peers.png
+
+The parts. transfer: what a lookup brings from another server's memory over UCX, against memcpy (ucx-local)
+and a raw socket (ucx-remote, TCP on loopback), every byte compared; how late life signs are meanwhile.
+engines: the time to the first token of what another engine has computed, and a round of questions on contexts
+that another engine has, with and without peers; real vLLM, as in bench engine. stale: the same, and lookups,
+while 0, 10 and 50 % of the directory's placements are not true. restart: until nothing is told of a killed
+server. In full it takes some minutes and 8 GiB of memory, with --quick about one minute."""
+
 command = command_app("bench", TEXT)
 control_app = command_app("control", CONTROL_TEXT)
 transfer_app = command_app("transfer", TRANSFER_TEXT)
@@ -80,6 +95,8 @@ engine_app = command_app("engine", ENGINE_TEXT)
 command.command(engine_app)
 coordinator_app = command_app("coordinator", COORDINATOR_TEXT)
 command.command(coordinator_app)
+peer_app = command_app("peer", PEER_TEXT)
+command.command(peer_app)
 
 SEVERAL: dict[str, Any] = {"negative_iterable": (), "show_default": False}
 Json = Annotated[bool, Parameter(help="Print one JSON object, for programs.", negative=())]
@@ -204,6 +221,58 @@ def coordinator(
         show.check_plot()
     with report.progress("kvwire bench coordinator") as tell:
         found = run.run(plan.QUICK if quick else plan.Plan(), tell)
+    if plot:
+        show.plot(found, plot)
+    if json:
+        render.print_json(found)
+    else:
+        show.table(found)
+    return 0
+
+
+@peer_app.default
+def peer(
+    *,
+    part: Annotated[
+        tuple[str, ...], Parameter(help="What to measure: transfer, engines, stale, restart.", **SEVERAL)
+    ] = (),
+    path: Annotated[
+        tuple[str, ...], Parameter(help="Paths between servers: ucx-remote, ucx-local.", **SEVERAL)
+    ] = (),
+    size: Annotated[tuple[str, ...], Parameter(help="Sizes to move, multiples of 32MiB.", **SEVERAL)] = (),
+    rounds: Annotated[int, Parameter(help="Counted rounds of each transfer. 0: by size.")] = 0,
+    model: Annotated[
+        str, Parameter(help="gemma, llama, tiny, or a folder. Default: gemma.", show_default=False)
+    ] = "",
+    prompt_tokens: Annotated[
+        int, Parameter(help="Length of a prompt. Default: 1000.", show_default=False)
+    ] = 0,
+    plot: Annotated[
+        str, Parameter(help="Write a chart to this file; needs matplotlib.", show_default=False)
+    ] = "",
+    json: Json = False,
+    quick: Quick = False,
+) -> int:
+    from dataclasses import replace
+
+    from kvwire.cli.bench.coordinator.show import check_plot
+    from kvwire.cli.bench.peer import plan as plans
+    from kvwire.cli.bench.peer import run, show
+
+    if plot:
+        check_plot()
+    plan = plans.QUICK if quick else plans.Plan()
+    plan = replace(
+        plan,
+        parts=part or plan.parts,
+        paths=path or plan.paths,
+        sizes=tuple(parsed_size(text) for text in size) or plan.sizes,
+        rounds=rounds or plan.rounds,
+        model=model or plan.model,
+        prompt_tokens=prompt_tokens or plan.prompt_tokens,
+    )
+    with report.progress("kvwire bench peer") as tell:
+        found = run.run(plan, tell)
     if plot:
         show.plot(found, plot)
     if json:

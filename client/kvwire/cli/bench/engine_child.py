@@ -89,6 +89,37 @@ class Engine:
         self._flush()
         return {"first_token_s": sum(seconds) / len(seconds), "longest_step_s": longest}
 
+    def round(self, prompts: list[list[int]], max_tokens: int, in_flight: int) -> dict[str, Any]:
+        """All prompts, at most `in_flight` at once: the time from the start of each to its first token, the
+        time for all, what was said, and how many tokens were not computed here."""
+        begin = time.perf_counter()
+        waiting = list(enumerate(prompts))
+        started: dict[str, tuple[int, float]] = {}
+        first: dict[int, float] = {}
+        said: dict[int, list[int]] = {}
+        cached = 0
+        while waiting or started:
+            while waiting and len(started) < in_flight:
+                number, tokens = waiting.pop(0)
+                started[self._add(tokens, max_tokens)] = (number, time.perf_counter())
+            for each in self._engine.step():
+                number, since = started[each.request_id]
+                if each.outputs[0].token_ids:
+                    first.setdefault(number, time.perf_counter() - since)
+                if each.finished:
+                    del started[each.request_id]
+                    said[number] = list(each.outputs[0].token_ids)
+                    cached += each.num_cached_tokens or 0
+        seconds = time.perf_counter() - begin
+        self._flush()
+        order = range(len(prompts))
+        return {
+            "first_token_s": [first[number] for number in order],
+            "seconds": seconds,
+            "token_ids": [said[number] for number in order],
+            "cached_tokens": cached,
+        }
+
     def steps(self, prompts: list[list[int]], count: int) -> dict[str, Any]:
         """`count` steps that generate one token for each prompt, timed from when all have their first."""
         self._step_until_all_started([self._add(tokens, count + 8) for tokens in prompts])

@@ -26,3 +26,7 @@ def median_ratio(upper: Sequence[float], lower: Sequence[float]) -> float:
 
 def microseconds(seconds: float) -> float:
     return round(seconds * 1e6, 1)
+
+
+def mean(samples: Sequence[float]) -> float:
+    return statistics.fmean(samples)
