@@ -23,7 +23,7 @@ class ServerConfig:
     l1_size: int = setting("Size of the memory tier.", 1024 * MIB, "bytes")
     chunk_size: int = setting("Smallest chunk size in tokens; negotiation may round it up.", 256)
     max_chunk_size: int = setting("Largest chunk size in tokens that may be negotiated.", 65536)
-    policy: str = setting("Eviction policy: lru or arc.", "lru")
+    policy: str = setting("Eviction policy: lru, arc, or tenant (lru with quotas for tenants).", "lru")
     watermark: float = setting("Fill of the memory tier above which eviction runs in the background.", 0.95)
     arena: str = setting(
         "Memory of the memory tier: shm (local clients map it) or private (huge pages, no shm path). Without "
@@ -35,6 +35,11 @@ class ServerConfig:
     )
     ucx_net_devices: str = setting(
         "Network devices for UCX between hosts, comma-separated. Empty: all that other hosts can reach.", ""
+    )
+    prefetch_deadline: float = setting(
+        "Longest time that a lookup waits for what has to be brought into memory. 0: lookups bring nothing.",
+        2.0,
+        "seconds",
     )
     http: str = setting("HOST:PORT of /metrics and /healthz over HTTP. Empty: off.", "")
     server_id: str = setting("Name of this server, stable over restarts. Empty: the host's name.", "")
@@ -125,6 +130,7 @@ class ServerConfig:
         _check(self.blend_memory >= MIB, "blend_memory", "must be at least 1MiB")
         _check(self.blend_deadline >= 0, "blend_deadline", "must not be negative")
         _check(0 <= self.trace_ratio <= 1, "trace_ratio", "must be from 0 to 1")
+        _check(self.prefetch_deadline >= 0, "prefetch_deadline", "must not be negative")
         _check(self.drain >= 0, "drain", "must not be negative")
         _check(self.idle_exit >= 0, "idle_exit", "must not be negative")
         for name in (
