@@ -25,7 +25,9 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path):
         assert (
             failure(stub.SetQuota, admin.SetQuotaRequest(salt="red", limit_bytes=1)).reason == "INVALID_FIELD"
         )
-        assert failure(stub.SetQuota, admin.SetQuotaRequest(tier=1, limit_bytes=1)).reason == "INVALID_FIELD"
+        for name in ({}, {"salt": "red", "tenant": tenant}, {"tenant": "red"}, {"salt": "new\nline"}):
+            request = admin.SetQuotaRequest(tier=1, limit_bytes=1, **name)
+            assert failure(stub.SetQuota, request).reason == "INVALID_FIELD"
         coordinator.process.kill()
         coordinator.process.wait(10)
     with coordinator_process(tmp_path, state) as coordinator:
@@ -34,7 +36,13 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path):
         stub = admin_service_pb2_grpc.AdminServiceStub(coordinator.channel())
         (quota,) = stub.GetQuota(admin.GetQuotaRequest()).quotas
         assert (quota.tenant, quota.tier, quota.limit_bytes, quota.used_bytes) == (tenant, 1, 1000, 0)
-        assert not stub.GetQuota(admin.GetQuotaRequest(tenant="other")).quotas
+        assert not stub.GetQuota(admin.GetQuotaRequest(tenant="0" * 16)).quotas
+        assert failure(stub.GetQuota, admin.GetQuotaRequest(tenant="red")).reason == "INVALID_FIELD"
+        for name, limit in ((tenant, 0), ("none", 5)):
+            request = admin.SetQuotaRequest(tenant=name, tier=1, limit_bytes=limit)
+            assert stub.SetQuota(request).tenant == name
+        (quota,) = stub.GetQuota(admin.GetQuotaRequest(tenant="none")).quotas
+        assert (quota.tenant, quota.limit_bytes) == ("none", 5)
 
 
 def test_without_a_state_folder_nothing_is_promised(tmp_path):

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from kvwire.coordinator import convert
 from kvwire.coordinator.steps import in_slices
 from kvwire.errors import InvalidArgument
-from kvwire.keys import salt_digest
 from kvwire.serving.intents import IntentStore
 from kvwire.serving.requests import refusing
 from kvwire.serving.state import StateFolder, no_state
+from kvwire.serving.tenants import digest_wanted, tenant_name
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, cache_service_pb2, event_pb2
 from kvwire.v1 import coordinator_service_pb2 as pb
@@ -116,15 +116,14 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         return admin.UnpinResponse(header=self._header, unpinned_chunks=unpinned)
 
     async def SetQuota(self, request: admin.SetQuotaRequest, context: Any) -> admin.SetQuotaResponse:
-        if not request.salt:
-            raise InvalidArgument("salt", "is empty: it names the tenant")
+        tenant = tenant_name(request.salt, request.tenant)
         if request.tier not in TIERS:
             raise InvalidArgument("tier", "is not set, or not known to this coordinator")
-        tenant = salt_digest(request.salt)
         await self._intentions.set_quota(tenant, request.tier, request.limit_bytes)
         return admin.SetQuotaResponse(header=self._header, tenant=tenant)
 
     async def GetQuota(self, request: admin.GetQuotaRequest, context: Any) -> admin.GetQuotaResponse:
+        digest_wanted(request.tenant)
         quotas = self._intentions.store().intents.quotas
         return admin.GetQuotaResponse(
             header=self._header,

@@ -1024,7 +1024,9 @@ class ListObjectsRequest(_message.Message):
     tier: _event_pb2.StorageTier.ValueType
     """tier limits the listing. UNSPECIFIED: all tiers."""
     tenant: _builtins.str
-    """tenant limits the listing to the digest of a salt. Empty: all tenants."""
+    """tenant limits the listing to the digest of a salt, or to "none": what has no
+    salt. Empty: all tenants.
+    """
     page_size: _builtins.int
     """page_size is the most chunks in the reply, up to 1,000. 0: 100."""
     page_token: _builtins.str
@@ -1149,7 +1151,9 @@ class ClearRequest(_message.Message):
     tier: _event_pb2.StorageTier.ValueType
     """tier limits it. UNSPECIFIED: all tiers."""
     tenant: _builtins.str
-    """tenant limits it to the digest of a salt. Empty: all tenants."""
+    """tenant limits it to the digest of a salt, or to "none": what has no salt. Empty:
+    all tenants.
+    """
     @_builtins.property
     def namespace(self) -> _namespace_pb2.Namespace:
         """namespace limits it to one model, by its base namespace. Not set: all."""
@@ -1343,29 +1347,35 @@ Global___UnpinResponse: _TypeAlias = UnpinResponse  # noqa: Y015
 
 @_typing.final
 class SetQuotaRequest(_message.Message):
-    """SetQuotaRequest limits a tenant."""
+    """SetQuotaRequest limits a tenant, which is named by salt or by tenant."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SALT_FIELD_NUMBER: _builtins.int
     TIER_FIELD_NUMBER: _builtins.int
     LIMIT_BYTES_FIELD_NUMBER: _builtins.int
+    TENANT_FIELD_NUMBER: _builtins.int
     salt: _builtins.str
     """salt names the tenant. It is digested at once and not kept."""
     tier: _event_pb2.StorageTier.ValueType
     """tier is where the limit holds."""
     limit_bytes: _builtins.int
     """limit_bytes is the limit in bytes. 0: no limit."""
+    tenant: _builtins.str
+    """tenant names the tenant by the digest that listings show, or is "none": what has
+    no salt.
+    """
     def __init__(
         self,
         *,
         salt: _builtins.str = ...,
         tier: _event_pb2.StorageTier.ValueType = ...,
         limit_bytes: _builtins.int = ...,
+        tenant: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_bytes", b"limit_bytes", "salt", b"salt", "tier", b"tier"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_bytes", b"limit_bytes", "salt", b"salt", "tenant", b"tenant", "tier", b"tier"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1380,7 +1390,7 @@ class SetQuotaResponse(_message.Message):
     HEADER_FIELD_NUMBER: _builtins.int
     TENANT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """tenant is the digest under which listings know the tenant."""
+    """tenant is the digest under which listings know the tenant, or "none"."""
     @_builtins.property
     def header(self) -> _cache_service_pb2.ResponseHeader:
         """header is in every reply."""
@@ -1407,7 +1417,7 @@ class GetQuotaRequest(_message.Message):
 
     TENANT_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """tenant is the digest of one tenant. Empty: all tenants."""
+    """tenant is the digest of one tenant, or "none". Empty: all tenants."""
     def __init__(
         self,
         *,
@@ -1431,14 +1441,19 @@ class TenantQuota(_message.Message):
     TIER_FIELD_NUMBER: _builtins.int
     LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     USED_BYTES_FIELD_NUMBER: _builtins.int
+    BACKEND_FIELD_NUMBER: _builtins.int
     tenant: _builtins.str
-    """tenant is the digest of the salt."""
+    """tenant is the digest of the salt, or "none"."""
     tier: _event_pb2.StorageTier.ValueType
     """tier is the tier."""
     limit_bytes: _builtins.int
     """limit_bytes is the limit in bytes. 0: no limit."""
     used_bytes: _builtins.int
-    """used_bytes is the use in bytes."""
+    """used_bytes is the use in bytes, as allocated or stored."""
+    backend: _builtins.str
+    """backend names the store within the tier: a limit holds in each one. Empty: there
+    is none.
+    """
     def __init__(
         self,
         *,
@@ -1446,10 +1461,11 @@ class TenantQuota(_message.Message):
         tier: _event_pb2.StorageTier.ValueType = ...,
         limit_bytes: _builtins.int = ...,
         used_bytes: _builtins.int = ...,
+        backend: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["limit_bytes", b"limit_bytes", "tenant", b"tenant", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["backend", b"backend", "limit_bytes", b"limit_bytes", "tenant", b"tenant", "tier", b"tier", "used_bytes", b"used_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -1469,7 +1485,9 @@ class GetQuotaResponse(_message.Message):
 
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantQuota]:
-        """quotas lists limits and use."""
+        """quotas lists tenants that have a limit or use anything. A coordinator knows no
+        use.
+        """
 
     def __init__(
         self,

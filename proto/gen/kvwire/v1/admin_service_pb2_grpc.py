@@ -113,10 +113,13 @@ class AdminServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListObjects(self, request, context):
-        """ListObjects pages through the cached chunks.
+        """ListObjects pages through the cached chunks, tier by tier. A chunk that is in a
+        tier during the whole listing is listed there exactly once. A page may be shorter
+        than asked for, or empty, and have a next one.
 
         Errors:
-        INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's.
+        INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's, or
+        tenant is not the digest of a salt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -125,7 +128,8 @@ class AdminServiceServicer(object):
     def Clear(self, request, context):
         """Clear drops everything that is not leased or pinned.
 
-        Errors: there are no method-specific errors.
+        Errors:
+        INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -163,11 +167,11 @@ class AdminServiceServicer(object):
     def SetQuota(self, request, context):
         """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
-        Quotas in memory need the policy "tenant".
+        Quotas in memory need the policy "tenant". Of a server's own limit and that of
+        its fleet the smaller one holds. Use that is above a lower limit falls soon.
 
         Errors:
-        INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
-        keep quotas.
+        INVALID_ARGUMENT (INVALID_FIELD): tenant, or a tier that cannot keep quotas.
         RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
         FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
         """
@@ -178,7 +182,8 @@ class AdminServiceServicer(object):
     def GetQuota(self, request, context):
         """GetQuota tells limits and use.
 
-        Errors: there are no method-specific errors.
+        Errors:
+        INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

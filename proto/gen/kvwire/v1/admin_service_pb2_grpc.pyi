@@ -47,15 +47,19 @@ class AdminServiceStub:
       INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's.
     """
     ListObjects: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ListObjectsRequest, _admin_service_pb2.ListObjectsResponse]
-    """ListObjects pages through the cached chunks.
+    """ListObjects pages through the cached chunks, tier by tier. A chunk that is in a
+    tier during the whole listing is listed there exactly once. A page may be shorter
+    than asked for, or empty, and have a next one.
 
     Errors:
-      INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's.
+      INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's, or
+        tenant is not the digest of a salt.
     """
     Clear: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.ClearRequest, _admin_service_pb2.ClearResponse]
     """Clear drops everything that is not leased or pinned.
 
-    Errors: there are no method-specific errors.
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PinRequest, _admin_service_pb2.PinResponse]
     """Pin exempts chunks from eviction until Unpin. The intent is persisted before
@@ -81,18 +85,19 @@ class AdminServiceStub:
     SetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]
     """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
-    Quotas in memory need the policy "tenant".
+    Quotas in memory need the policy "tenant". Of a server's own limit and that of
+    its fleet the smaller one holds. Use that is above a lower limit falls soon.
 
     Errors:
-      INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
-        keep quotas.
+      INVALID_ARGUMENT (INVALID_FIELD): tenant, or a tier that cannot keep quotas.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
       FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
     """
     GetQuota: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.GetQuotaRequest, _admin_service_pb2.GetQuotaResponse]
     """GetQuota tells limits and use.
 
-    Errors: there are no method-specific errors.
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
     """
     Prefetch: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PrefetchRequest, _admin_service_pb2.PrefetchResponse]
     """Prefetch brings chunks of a prompt into memory from lower tiers or peers.
@@ -131,15 +136,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
       INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's.
     """
     ListObjects: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ListObjectsRequest, _admin_service_pb2.ListObjectsResponse]  # type: ignore[assignment]
-    """ListObjects pages through the cached chunks.
+    """ListObjects pages through the cached chunks, tier by tier. A chunk that is in a
+    tier during the whole listing is listed there exactly once. A page may be shorter
+    than asked for, or empty, and have a next one.
 
     Errors:
-      INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's.
+      INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's, or
+        tenant is not the digest of a salt.
     """
     Clear: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.ClearRequest, _admin_service_pb2.ClearResponse]  # type: ignore[assignment]
     """Clear drops everything that is not leased or pinned.
 
-    Errors: there are no method-specific errors.
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PinRequest, _admin_service_pb2.PinResponse]  # type: ignore[assignment]
     """Pin exempts chunks from eviction until Unpin. The intent is persisted before
@@ -165,18 +174,19 @@ class AdminServiceAsyncStub(AdminServiceStub):
     SetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.SetQuotaRequest, _admin_service_pb2.SetQuotaResponse]  # type: ignore[assignment]
     """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
-    Quotas in memory need the policy "tenant".
+    Quotas in memory need the policy "tenant". Of a server's own limit and that of
+    its fleet the smaller one holds. Use that is above a lower limit falls soon.
 
     Errors:
-      INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
-        keep quotas.
+      INVALID_ARGUMENT (INVALID_FIELD): tenant, or a tier that cannot keep quotas.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
       FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
     """
     GetQuota: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.GetQuotaRequest, _admin_service_pb2.GetQuotaResponse]  # type: ignore[assignment]
     """GetQuota tells limits and use.
 
-    Errors: there are no method-specific errors.
+    Errors:
+      INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
     """
     Prefetch: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PrefetchRequest, _admin_service_pb2.PrefetchResponse]  # type: ignore[assignment]
     """Prefetch brings chunks of a prompt into memory from lower tiers or peers.
@@ -230,10 +240,13 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _admin_service_pb2.ListObjectsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_admin_service_pb2.ListObjectsResponse, _abc.Awaitable[_admin_service_pb2.ListObjectsResponse]]:
-        """ListObjects pages through the cached chunks.
+        """ListObjects pages through the cached chunks, tier by tier. A chunk that is in a
+        tier during the whole listing is listed there exactly once. A page may be shorter
+        than asked for, or empty, and have a next one.
 
         Errors:
-          INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's.
+          INVALID_ARGUMENT (INVALID_FIELD): page_token is not one of this server's, or
+            tenant is not the digest of a salt.
         """
 
     @_abc_1.abstractmethod
@@ -244,7 +257,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.ClearResponse, _abc.Awaitable[_admin_service_pb2.ClearResponse]]:
         """Clear drops everything that is not leased or pinned.
 
-        Errors: there are no method-specific errors.
+        Errors:
+          INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
         """
 
     @_abc_1.abstractmethod
@@ -288,11 +302,11 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.SetQuotaResponse, _abc.Awaitable[_admin_service_pb2.SetQuotaResponse]]:
         """SetQuota limits a tenant. The intent is persisted before it is acknowledged.
 
-        Quotas in memory need the policy "tenant".
+        Quotas in memory need the policy "tenant". Of a server's own limit and that of
+        its fleet the smaller one holds. Use that is above a lower limit falls soon.
 
         Errors:
-          INVALID_ARGUMENT (INVALID_FIELD): tenant or limit, or a tier that cannot
-            keep quotas.
+          INVALID_ARGUMENT (INVALID_FIELD): tenant, or a tier that cannot keep quotas.
           RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on quotas.
           FAILED_PRECONDITION (STATE_UNAVAILABLE): it cannot be persisted.
         """
@@ -305,7 +319,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_admin_service_pb2.GetQuotaResponse, _abc.Awaitable[_admin_service_pb2.GetQuotaResponse]]:
         """GetQuota tells limits and use.
 
-        Errors: there are no method-specific errors.
+        Errors:
+          INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
         """
 
     @_abc_1.abstractmethod
