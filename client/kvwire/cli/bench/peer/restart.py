@@ -94,6 +94,7 @@ def measure(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
 def _killed(bench: Small, found: Found, *, again: bool) -> None:
     running = bench.running
     prompts = bench.stored(PROMPTS)
+    bench.leave(running.a)
     running.b.settle()
     member = running.member(running.a)
     running.a.kill()

@@ -66,13 +66,14 @@ class Small:
         return int(self._blocks.nbytes)
 
     def register(self, server: Server) -> None:
-        """A client of it; in place of the one before, whose server is gone."""
-        before = self._at.pop(server.server_id, None)
-        if before is not None:
-            before.close()
+        """A client of it."""
         self._at[server.server_id] = server.client.register_kv_caches(
             list(self._blocks), model="small", block_size=BLOCK_TOKENS, data_path="shm"
         )
+
+    def leave(self, server: Server) -> None:
+        """Its client goes before it does."""
+        self._at.pop(server.server_id).close()
 
     def prompt(self) -> Prompt:
         tokens = self._random.integers(0, 128_000, self.chunks * CHUNK_TOKENS, np.uint32)
