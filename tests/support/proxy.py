@@ -6,10 +6,8 @@ import contextlib
 import select
 import socket
 import threading
-from typing import TYPE_CHECKING, Self
-
-if TYPE_CHECKING:
-    from pathlib import Path
+from pathlib import Path
+from typing import Self
 
 PIECE = 64 << 10
 
@@ -22,6 +20,7 @@ class Proxy:
         self._path = path
         self._server = server.removeprefix("unix:")
         self._flowing = threading.Event()
+        self._allowed: int | None = None
         self._lock = threading.Lock()
         self._ends: set[socket.socket] = set()
         self._threads: list[threading.Thread] = []
@@ -43,7 +42,7 @@ class Proxy:
             listener, self._listener = self._listener, None
             ends, self._ends = self._ends, set()
         if listener is not None:
-            self._path.unlink(missing_ok=True)
+            self._gone()
             with contextlib.suppress(OSError):
                 listener.shutdown(socket.SHUT_RDWR)
             listener.close()
@@ -51,6 +50,15 @@ class Proxy:
             with contextlib.suppress(OSError):
                 end.shutdown(socket.SHUT_RDWR)
         self._flowing.set()
+
+    def stall_after(self, count: int) -> None:
+        """Nothing arrives any more when so many further bytes have passed, in both directions together."""
+        with self._lock:
+            self._allowed = count
+
+    @property
+    def stalled(self) -> bool:
+        return not self._flowing.is_set()
 
     def stall(self) -> None:
         """Nothing arrives any more, on either side, and nobody is told."""
@@ -60,11 +68,26 @@ class Proxy:
         """What is stalled goes on; what was cut may connect anew."""
         self._flowing.set()
         if self._listener is None:
-            listener = socket.socket(socket.AF_UNIX)
-            listener.bind(str(self._path))
-            listener.listen()
-            self._listener = listener
-            self._run(self._accept, listener)
+            self._listener = self._listen()
+            self._run(self._accept, self._listener)
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX)
+        listener.bind(str(self._path))
+        listener.listen()
+        return listener
+
+    def _dial(self) -> socket.socket:
+        far = socket.socket(socket.AF_UNIX)
+        try:
+            far.connect(self._server)
+        except OSError:
+            far.close()
+            raise
+        return far
+
+    def _gone(self) -> None:
+        self._path.unlink(missing_ok=True)
 
     def _run(self, function, *args) -> None:
         thread = threading.Thread(target=function, args=args, name="proxy", daemon=True)
@@ -77,16 +100,23 @@ class Proxy:
                 near, _ = listener.accept()
             except OSError:
                 return
-            far = socket.socket(socket.AF_UNIX)
             try:
-                far.connect(self._server)
+                far = self._dial()
             except OSError:
                 near.close()
-                far.close()
                 continue
             with self._lock:
                 self._ends |= {near, far}
             self._run(self._carry, near, far)
+
+    def _count(self, size: int) -> None:
+        with self._lock:
+            if self._allowed is None:
+                return
+            self._allowed -= size
+            if self._allowed <= 0:
+                self._allowed = None
+                self._flowing.clear()
 
     def _carry(self, near: socket.socket, far: socket.socket) -> None:
         other = {near: far, far: near}
@@ -94,6 +124,7 @@ class Proxy:
             while True:
                 for source in select.select([near, far], [], [])[0]:
                     piece = source.recv(PIECE)
+                    self._count(len(piece))
                     self._flowing.wait()
                     if not piece:
                         return
@@ -105,3 +136,23 @@ class Proxy:
                 self._ends -= {near, far}
             near.close()
             far.close()
+
+
+class TcpProxy(Proxy):
+    """The same, port to port; `address` is HOST:PORT and stays over a cut."""
+
+    def __init__(self, server: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port = listener.getsockname()[1]
+        super().__init__(Path(), server)
+        self.address = f"127.0.0.1:{self.port}"
+
+    def _listen(self) -> socket.socket:
+        return socket.create_server(("127.0.0.1", self.port))
+
+    def _dial(self) -> socket.socket:
+        host, _, port = self._server.rpartition(":")
+        return socket.create_connection((host, int(port)))
+
+    def _gone(self) -> None:
+        """The port is free with its socket."""

@@ -56,19 +56,21 @@ class ObjectBackend:
             break
 
     async def write(self, name: str, parts: Sequence[Buffer]) -> None:
+        path = self._path(name)
         whole = await self._threads.run(lambda _: joined(parts))
         seconds = limit(self._timeout, len(whole))
         try:
             with self._told(seconds):
                 async with asyncio.timeout(seconds):
-                    await self._obs.put_async(self._store, self._path(name), whole, use_multipart=False)
+                    await self._obs.put_async(self._store, path, whole, use_multipart=False)
         except NotFound as error:
             raise Refused(str(error)) from error
 
     async def read(self, name: str, parts: Sequence[memoryview]) -> None:
+        path = self._path(name)
         with self._told(self._timeout):
             async with asyncio.timeout(self._timeout) as until:
-                answer = await self._obs.get_async(self._store, self._path(name))
+                answer = await self._obs.get_async(self._store, path)
                 size = answer.meta["size"]
                 if size != total(parts):
                     raise WrongSize(f"{name} has {size} bytes, not {total(parts)}")

@@ -1,0 +1,72 @@
+"""A real Redis in a process of its own. It keeps nothing on disk: what an ended one had is gone."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import tempfile
+from dataclasses import dataclass
+
+import pytest
+
+from support.waiting import eventually
+
+
+@dataclass
+class RedisServer:
+    port: int
+    process: subprocess.Popen
+
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
+    def answers(self) -> bool:
+        try:
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+        except OSError:
+            return False
+        return True
+
+    def ask(self, *words: str) -> str:
+        """What redis-cli says."""
+        done = subprocess.run(
+            ["redis-cli", "-p", str(self.port), *words],
+            check=True,
+            capture_output=True,
+            text=True,
+            timeout=10,
+        )
+        return done.stdout.strip()
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+@contextlib.contextmanager
+def redis_server(*flags: str, port: int = 0):
+    """With `port`, one that an ended Redis had."""
+    program = shutil.which("redis-server")
+    if program is None:
+        pytest.skip("no redis-server: `scripts/programs.sh` installs it on Debian")
+    server = RedisServer(port or free_port(), None)
+    with tempfile.TemporaryDirectory() as folder:
+        server.process = subprocess.Popen(
+            [
+                program,
+                *("--port", str(server.port), "--bind", "127.0.0.1", "--dir", folder),
+                *("--save", "", "--appendonly", "no"),
+                *flags,
+            ],
+            stdout=subprocess.DEVNULL,
+        )
+        try:
+            eventually(server.answers)
+            yield server
+        finally:
+            server.process.kill()
+            server.process.wait(10)
