@@ -90,8 +90,8 @@ def test_bl16_the_answer_of_a_lookup_is_final(local, client):
     real = local.engine.lookup_steps
     waiting, late = threading.Event(), threading.Event()
 
-    def slow(registration_id, session_id, prompt, now):
-        steps = real(registration_id, session_id, prompt, now)
+    def slow(registration_id, session_id, prompt, now, **settings):
+        steps = real(registration_id, session_id, prompt, now, **settings)
         if session_id == "slow":
             # The session is open and its keys are being made: what may happen meanwhile?
             local.engine._state.registrations.require(registration_id, now)

@@ -16,12 +16,14 @@ from kvwire.server.core import Core
 from kvwire.server.dataplane.paths import make_plane
 from kvwire.server.engine import CacheEngine
 from kvwire.server.eventlog import EventLog, StoreEvents
+from kvwire.server.fetch.prefetcher import FetchLimits, Prefetcher
 from kvwire.server.fleet import FleetLinks, JournalWriter, coordinator_channels, make_journal
 from kvwire.server.leases import MAX_LEASE_ID
 from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.peer import PeerService
 from kvwire.server.pinning import Pinning
+from kvwire.server.quotas import Quotas
 from kvwire.server.reporting.kafka import KafkaReporter
 from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
@@ -77,6 +79,7 @@ class CacheServer:
         self.core.supervisor.start("sweep", every(self.config.sweep_interval, self.core.sweep))
         self.core.supervisor.start("seal", self.core.sealer.run())
         self.core.supervisor.start("grow", grow_ahead(self.core.allocator))
+        self.core.quotas.started()
         self.core.fleet.start()
         await self._endpoint.set_health(serving=True)
 
@@ -85,6 +88,7 @@ class CacheServer:
         core = self.core
         core.guard.drain()
         core.stopping.set()
+        core.prefetcher.answer_now()
         core.events.close()
         await self._endpoint.set_health(serving=False)
         # The fleet is told at once that nothing new is taken here, and may hang meanwhile.
@@ -178,6 +182,10 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         sealer=Sealer(arena.view, engine.set_checksum),
         server_id=server_id,
         pinning=pinning,
+        quotas=Quotas(store, pinning.own),
+        prefetcher=Prefetcher(
+            engine.fills, arena.view, FetchLimits.of(allocator.capacity, config.write_lease)
+        ),
         journal=journal,
         matcher=matcher,
         blending=Blending(matcher, store, server_id, incarnation) if matcher is not None else None,

@@ -21,7 +21,8 @@ def check_engine(state: EngineState) -> None:
     _check_writes(state)
     _check_quarantine(state)
     for lease in state.leases:
-        ensure(state.registrations.get(lease.owner.id) is lease.owner, "a lease has outlived its owner")
+        owner = state.registrations.get(lease.owner.id) or state.borrowers.get(lease.owner.id)
+        ensure(owner is lease.owner, "a lease has outlived its owner")
         if isinstance(lease, LookupLease):
             ensure(lease.session.lease is lease, "a lookup lease is not its session's")
             ensure(state.sessions.is_current(lease.session), "a lookup lease has outlived its session")
@@ -33,10 +34,14 @@ def check_engine(state: EngineState) -> None:
     ensure(
         counters.asked_tokens == counters.hit_tokens + counters.miss_tokens, "hit accounting does not add up"
     )
+    brought = counters.l2_hit_tokens + counters.peer_hit_tokens
+    ensure(brought <= counters.hit_tokens, "more was brought than found")
 
 
 def _check_pins(state: EngineState) -> None:
     pins: Counter[Chunk] = Counter(state.endings.waiting_chunks)
+    pins.update(state.fills.held)
+    pins.update(stored.chunk for stored in state.fills.reserved)
     for lease in state.leases:
         if isinstance(lease, WriteLease):
             pins.update(stored.chunk for stored in lease.objects)
@@ -49,12 +54,13 @@ def _check_pins(state: EngineState) -> None:
 
 def _check_writes(state: EngineState) -> None:
     written = [stored for lease in state.leases if isinstance(lease, WriteLease) for stored in lease.objects]
-    ensure(len(written) == len(set(written)), "two write leases share an object")
+    written += state.fills.reserved
+    ensure(len(written) == len(set(written)), "two writers share an object")
     for stored in written:
-        ensure(stored.state is ObjectState.RESERVED, "a write lease holds what is not reserved")
+        ensure(stored.state is ObjectState.RESERVED, "a writer holds what is not reserved")
         ensure(stored.chunk.shards[stored.shard] is stored, "a reserved object is not in the index")
     reserved = sum(stored.extent for stored in written)
-    ensure(state.store.reserved_bytes == reserved, "reserved bytes are not those of the write leases")
+    ensure(state.store.reserved_bytes == reserved, "reserved bytes are not those of the writers")
     for lease in state.leases:
         if isinstance(lease, ReadLease):
             states = {stored.state for stored in lease.objects}
@@ -62,7 +68,7 @@ def _check_writes(state: EngineState) -> None:
 
 
 def _check_quarantine(state: EngineState) -> None:
-    waiting = state.endings.waiting_objects
+    waiting = [*state.endings.waiting_objects, *state.fills.quarantined]
     ensure(
         all(stored.state is ObjectState.QUARANTINED for stored in waiting), "what waits is not quarantined"
     )

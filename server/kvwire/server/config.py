@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from kvwire.cli.settings import setting
 from kvwire.errors import ConfigError
+from kvwire.server.tiers.settings import read_tiers
 
 MIB = 1 << 20
 MAX_CHUNK_TOKENS = 1 << 30
@@ -45,6 +46,13 @@ class ServerConfig:
     server_id: str = setting("Name of this server, stable over restarts. Empty: the host's name.", "")
     state: str = setting("Folder that keeps this server's own pins over a restart. Empty: none.", "")
 
+    l2: tuple[str, ...] = setting(
+        "Lower tier, which outlives the memory, as a URL: file:///var/kv?size=100GiB, s3://BUCKET/PREFIX?size=, "
+        "gs://, az://, redis://HOST:PORT, valkey://, memory://. Repeatable.",
+        (),
+    )
+    l2_key_file: str = setting("File with at least 32 random bytes; lower tiers are encrypted with it.", "")
+
     coordinator: tuple[str, ...] = setting(
         "Coordinator of the fleet that this server joins: unix:PATH or HOST:PORT. Repeatable.", ()
     )
@@ -55,6 +63,16 @@ class ServerConfig:
     advertise: tuple[str, ...] = setting(
         "Where coordinators and other servers reach this one. Empty: where it listens. Repeatable.", ()
     )
+    peers: bool = setting("Share chunks in memory with the other servers of the fleet, over UCX.", True)
+    peer_deadline: float = setting(
+        "Longest wait for a coordinator's answer to where chunks are.", 0.02, "seconds"
+    )
+    peer_connect: float = setting("Longest wait for a UCX connection to another server.", 1.0, "seconds")
+    peer_timeout: float = setting("Longest wait for another server's answer to a call.", 1.0, "seconds")
+    peer_ca: str = setting("PEM file with the CA of the other servers' certificates; turns TLS on.", "")
+    peer_cert: str = setting("PEM file with the certificate shown to other servers.", "")
+    peer_key: str = setting("PEM file with its private key.", "")
+    peer_token_file: str = setting("File whose content is sent to other servers as bearer token.", "")
     report_events: str = setting("How events reach coordinators: grpc (to each one), kafka, or off.", "grpc")
     report_tokens: bool = setting("Tell the tokens of stored chunks, for blend lookups.", True)
     kafka: str = setting("Bootstrap servers of the Kafka that takes events, HOST:PORT,...", "")
@@ -120,8 +138,11 @@ class ServerConfig:
         _check(bool(self.tls_cert) == bool(self.tls_key), "tls_key", "and tls_cert belong together")
         _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
         _check(len(set(self.coordinator)) == len(self.coordinator), "coordinator", "names one of them twice")
+        read_tiers(self.l2)
         pair = bool(self.coordinator_cert) == bool(self.coordinator_key)
         _check(pair, "coordinator_key", "and coordinator_cert belong together")
+        pair = bool(self.peer_cert) == bool(self.peer_key)
+        _check(pair, "peer_key", "and peer_cert belong together")
         _check(self.report_events in ("grpc", "kafka", "off"), "report_events", "must be grpc, kafka or off")
         _check(self.report_events != "kafka" or bool(self.kafka), "report_events", "kafka needs --kafka")
         _check(bool(self.kafka_topic), "kafka_topic", "must not be empty")
@@ -141,6 +162,9 @@ class ServerConfig:
             "registration_ttl",
             "sweep_interval",
             "event_interval",
+            "peer_deadline",
+            "peer_connect",
+            "peer_timeout",
         ):
             _check(getattr(self, name) > 0, name, "must be above 0")
         for name in (

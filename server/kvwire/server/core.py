@@ -19,10 +19,12 @@ if TYPE_CHECKING:
     from kvwire.server.dataplane import DataPlane
     from kvwire.server.engine import CacheEngine
     from kvwire.server.eventlog import EventLog
+    from kvwire.server.fetch.prefetcher import Prefetcher
     from kvwire.server.fleet import FleetLinks
     from kvwire.server.journal import Journal
     from kvwire.server.messages import EndedLease
     from kvwire.server.pinning import Pinning
+    from kvwire.server.quotas import Quotas
     from kvwire.server.sealing import Sealer
     from kvwire.server.store import ObjectRef
     from kvwire.serving.guard import Guard
@@ -52,6 +54,8 @@ class Core:
         sealer: Sealer,
         server_id: str,
         pinning: Pinning,
+        quotas: Quotas,
+        prefetcher: Prefetcher,
         journal: Journal | None = None,
         matcher: LocalMatcher | None = None,
         blending: Blending | None = None,
@@ -68,6 +72,8 @@ class Core:
         self.sealer = sealer
         self.server_id = server_id
         self.pinning = pinning
+        self.quotas = quotas
+        self.prefetcher = prefetcher
         self.journal = journal
         self.matcher = matcher
         self.blending = blending
@@ -150,6 +156,7 @@ class Core:
     async def stop(self) -> None:
         if self._looking is not None:
             self._looking.cancel()
+        await self.prefetcher.close()
         self.engine.shutdown()
         self.settle()
         if self._cancelling:

@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING
 from kvwire.errors import InvalidArgument, ResizeRefused
 from kvwire.server.audit import check_engine
 from kvwire.server.endings import LeaseEndings
+from kvwire.server.fetch.fills import Fills
 from kvwire.server.leases import LeaseTable, ReadLease, WriteLease
+from kvwire.server.lending import Lending
 from kvwire.server.lifecycle import Lifecycle
 from kvwire.server.lookups import Lookups
 from kvwire.server.messages import CommitItem, EndReason, LiveLease
@@ -36,10 +38,11 @@ from kvwire.server.stores import CHECKSUM_BYTES, Stores
 from kvwire.server.targets import Targets
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Generator, Sequence
+    from collections.abc import Callable, Sequence
 
     from kvwire.keys import Namespace
     from kvwire.server.layout import KvLayout
+    from kvwire.server.lookups import Steps
     from kvwire.server.messages import (
         ClientInfo,
         CommitResult,
@@ -97,9 +100,11 @@ class CacheEngine:
             leases=leases,
             endings=LeaseEndings(store, leases, counters),
             counters=counters,
+            fills=Fills(store, leases),
         )
         targets = Targets(self._state)
         self._lifecycle = Lifecycle(self._state)
+        self.lending = Lending(self._state, self._lifecycle)
         self._lookups = Lookups(self._state)
         self._stores = Stores(self._state, targets)
         self._retrieves = Retrieves(self._state, targets)
@@ -107,6 +112,10 @@ class CacheEngine:
     @property
     def store(self) -> L1Store:
         return self._state.store
+
+    @property
+    def fills(self) -> Fills:
+        return self._state.fills
 
     @property
     def chunk_size(self) -> int:
@@ -186,16 +195,17 @@ class CacheEngine:
         return self._state.registrations.get(registration_id) is not None
 
     def lookup_steps(
-        self, registration_id: int | None, session_id: str, prompt: Prompt, now: float
-    ) -> Generator[None, float | None, LookupResult]:
+        self, registration_id: int | None, session_id: str, prompt: Prompt, now: float, *, fetch: bool = False
+    ) -> Steps:
         """A lookup in slices, for an event loop: `send` the time at each yield; it returns the result.
 
-        A session that ends or is looked up again while its keys are hashed gets no lease and no hit. Without
-        a registration nothing changes. Raises ChunkSizeNotNegotiated, NotRegistered, TokensInvalid,
+        With `fetch` it yields what it lacks, which may then be brought, and looks once more. A session that
+        ends or is looked up again meanwhile gets no lease and no hit; one that is closed leaves no lease.
+        Without a registration nothing changes. Raises ChunkSizeNotNegotiated, NotRegistered, TokensInvalid,
         InvalidArgument, TooManySessions.
         """
         self._lifecycle.advance(now)
-        return (yield from self._lookups.steps(registration_id or 0, session_id, prompt, now))
+        return (yield from self._lookups.steps(registration_id or 0, session_id, prompt, now, fetch=fetch))
 
     def lookup(
         self, registration_id: int | None, session_id: str, prompt: Prompt, now: float
@@ -302,6 +312,7 @@ class CacheEngine:
         if stored is None or stored.checksum:
             return False
         stored.checksum = checksum
+        self.store.sealed(stored)
         return True
 
     def discard(self, ref: ObjectRef) -> bool:
@@ -333,6 +344,7 @@ class CacheEngine:
         """End everything; nothing is published. Data paths still have to confirm, see `drain_ended`."""
         for registration in list(self._state.registrations):
             self._lifecycle.end_registration(registration.id, EndReason.SHUTDOWN)
+        self.lending.forget_all(EndReason.SHUTDOWN)
 
     def drain_ended(self) -> tuple[EndedLease, ...]:
         """Leases that have ended since the last call whose transfers must be cancelled, then confirmed."""

@@ -85,6 +85,12 @@ class LeaseTable:
             raise Internal("The server has used up its lease ids: restart it.")
         return (self._first - 1 + self._given) % MAX_LEASE_ID + 1
 
+    def take_id(self) -> int:
+        """An id for something that is written to and under no lease. Raises Internal when none is left."""
+        taken = self.next_id
+        self._given += 1
+        return taken
+
     def add(self, lease: Lease) -> None:
         if lease.id != self.next_id:
             raise RuntimeError(f"lease {lease.id} is out of turn")

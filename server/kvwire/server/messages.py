@@ -69,13 +69,18 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`hit_tokens` is `hit_chunks` times the chunk size, also where an engine must still compute a token."""
+    """`hit_tokens` is `hit_chunks` times the chunk size, also where an engine must still compute a token.
+
+    `l2_chunks` and `peer_chunks` are those of the hit that were brought for this lookup.
+    """
 
     asked_chunks: int
     hit_chunks: int
     hit_tokens: int
     lease_id: int = 0
     lease_ttl: float = 0.0
+    l2_chunks: int = 0
+    peer_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
-from kvwire.errors import DigestUnsupported, InvalidArgument, VersionUnsupported
+from kvwire.errors import DigestUnsupported, VersionUnsupported
 from kvwire.server import convert
 from kvwire.server.blending import ask_fleet, merge, not_enabled
 from kvwire.server.core import Client
-from kvwire.server.dataplane import PathOffer, ShmGrant, UcxGrant
+from kvwire.server.dataplane import ShmGrant, UcxGrant
+from kvwire.server.fetch.service import bring
 from kvwire.server.limits import MAX_OFFERED, check_batch
 from kvwire.server.streams import Streams
 from kvwire.server.transfers import Transfers
@@ -24,9 +25,9 @@ if TYPE_CHECKING:
 
     from kvwire.server.core import Core
     from kvwire.server.dataplane import Admission
+    from kvwire.server.fetch.prefetcher import Brought
+    from kvwire.server.lookups import Steps
     from kvwire.server.messages import LookupResult
-
-PATH_NAMES: Final = {number: name for name, number in convert.PATHS.items()}
 
 
 class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
@@ -74,7 +75,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         core.binding.require()
         client = convert.client_info(request)
         space, layout = convert.namespace(request.namespace), convert.layout(request.layout)
-        admission = None if client.role == "scheduler" else await core.plane.admit(_offers(request.offers))
+        offers = convert.offers(request.offers)
+        admission = None if client.role == "scheduler" else await core.plane.admit(offers)
         path = admission.path if admission else ""
         core.absorb()
         try:
@@ -127,10 +129,11 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         if request.registration_id:
             convert.identifier("session_id", request.session_id)
         core.absorb()
+        fetch = core.prefetcher.active and core.config.prefetch_deadline > 0
         steps = self._engine.lookup_steps(
-            request.registration_id or None, request.session_id, prompt, core.now()
+            request.registration_id or None, request.session_id, prompt, core.now(), fetch=fetch
         )
-        found = await _in_slices(steps, core)
+        found = await _in_slices(steps, core, context)
         core.settle()
         return cache.LookupResponse(
             header=core.header,
@@ -139,6 +142,8 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
             hit_tokens=found.hit_tokens,
             lease_id=found.lease_id,
             expires_in=convert.duration(found.lease_ttl),
+            l2_chunks=found.l2_chunks,
+            peer_chunks=found.peer_chunks,
         )
 
     async def ReleaseLookup(
@@ -216,18 +221,24 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         return self._streams.kv_events(request)
 
 
-async def _in_slices(steps: Any, core: Core) -> LookupResult:
-    """Run a lookup, letting pings and others in between its slices."""
+async def _in_slices(steps: Steps, core: Core, context: Any) -> LookupResult:
+    """Run a lookup, letting pings and others in between its slices, and bring what it lacks."""
+    brought: Brought | None = None
     try:
-        next(steps)
+        lacking = next(steps)
         while True:
-            await asyncio.sleep(0)
-            steps.send(core.now())
+            if lacking is None:
+                await asyncio.sleep(0)
+            else:
+                brought = await bring(core, lacking, context)
+            lacking = steps.send(core.now())
     except StopIteration as stop:
         found: LookupResult = stop.value
         return found
     finally:
         steps.close()
+        if brought is not None:
+            brought.release()
 
 
 def _common_version(offered: Any) -> int:
@@ -251,18 +262,6 @@ def _check_digest(offered: Any) -> None:
             offered=list(offered),
             supported="sha256",
         )
-
-
-def _offers(offers: Any) -> list[PathOffer]:
-    check_count("offers", len(offers), MAX_OFFERED)
-    found = []
-    for offer in offers:
-        if len(offer.host_id) > 128 or len(offer.ucx_address) > 16384:
-            raise InvalidArgument("offers", "host_id has at most 128 bytes, ucx_address at most 16 KiB")
-        name = PATH_NAMES.get(offer.path)
-        if name:
-            found.append(PathOffer(name, offer.host_id, offer.ucx_address))
-    return found
 
 
 def _access(admission: Admission | None) -> dict[str, Any]:

@@ -1,14 +1,15 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvwire.errors import ChunkSizeNotNegotiated
 
 if TYPE_CHECKING:
     from kvwire.server.endings import LeaseEndings
+    from kvwire.server.fetch.fills import Fills
     from kvwire.server.leases import LeaseTable
-    from kvwire.server.registry import Registrations
+    from kvwire.server.registry import Registration, Registrations
     from kvwire.server.sessions import Sessions
     from kvwire.server.spaces import Spaces
     from kvwire.server.status import EngineCounters
@@ -46,7 +47,10 @@ class EngineState:
     leases: LeaseTable
     endings: LeaseEndings
     counters: EngineCounters
+    fills: Fills
     chunk_size: int = 0
+    borrowers: dict[int, Registration] = field(default_factory=dict)
+    """Other servers that hold leases, by a number of their own."""
 
     def require_chunk_size(self) -> int:
         """The bound size in tokens. Raises ChunkSizeNotNegotiated."""

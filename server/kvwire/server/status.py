@@ -17,7 +17,8 @@ class EngineCounters:
     """What happened since the start; only ever grows. Bytes are those of objects, without alignment.
 
     `lookups` are answered ones of registered clients. Tokens count in whole chunks, once per session however
-    often it is looked up: asked = hit + miss. Retrieved is what was granted for reading under leases that
+    often it is looked up: asked = hit + miss, and hits that were brought from a lower tier or a peer count
+    there as well. Retrieved is what was granted for reading under leases that
     were held to their end. `failures` counts by reason.
     """
 
@@ -26,6 +27,8 @@ class EngineCounters:
     asked_tokens: int = 0
     hit_tokens: int = 0
     miss_tokens: int = 0
+    l2_hit_tokens: int = 0
+    peer_hit_tokens: int = 0
     stored_objects: int = 0
     retrieved_objects: int = 0
     stored_bytes: dict[str, int] = field(default_factory=dict)

@@ -6,18 +6,21 @@ All masks are per chunk: shard (rank, group) is bit `rank * num_groups + group`,
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections import Counter
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
+from kvwire.server.fetch.source import Origin
 from kvwire.server.store import longest_boundary, needed_shards
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvwire.server.layout import ShardMap
+    from kvwire.server.store import Hit
 
-__all__ = ["Plan", "longest_boundary", "make_plan", "needed_shards", "shards_of"]
+__all__ = ["Plan", "longest_boundary", "make_plan", "needed_shards", "origins_of", "shards_of"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +61,18 @@ def make_plan(
             return Plan(boundary, needs, _assign(lacking, offers), size)
         full = accumulate(sizes.of(mask & shards.full_mask) for mask in lacking)
         limit = min(boundary - 1, bisect_right(list(full), room))
+
+
+def origins_of(hit: Hit, before: int, came: Mapping[int, Origin], counted: int = 0) -> Counter[Origin]:
+    """Where the chunks of a hit came from, each once, without the first `counted`.
+
+    `came` were brought; memory alone reached `before`. A chunk that the hit does not lean on came with the
+    first one that it does.
+    """
+    origins = [came.get(index, Origin.MEMORY) for index in range(hit.first, hit.boundary)]
+    lead = origins[0] if origins else Origin.MEMORY
+    skipped = [Origin.MEMORY if index < before else lead for index in range(hit.first)]
+    return Counter([*skipped, *origins][counted:])
 
 
 def shards_of(mask: int) -> Iterator[int]:

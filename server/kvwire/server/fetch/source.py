@@ -34,7 +34,7 @@ class Wanted:
     masks: Sequence[int]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Target:
     """A reserved place in the arena for one shard of chunk `index` of the prompt; `view` is writable."""
 
@@ -77,4 +77,7 @@ class Source(Protocol):
     origin: Origin
 
     async def find(self, wanted: Wanted, until: float) -> Found | None:
-        """What it has of what is lacking. None: nothing, or it cannot tell in time. Raises nothing."""
+        """What it has of what is lacking. None: nothing, or it cannot tell in time.
+
+        Raises nothing but CancelledError, and holds nothing then.
+        """
