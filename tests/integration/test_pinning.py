@@ -11,6 +11,7 @@ from kvwire.errors import OutOfSpace, StateUnavailable
 from kvwire.server.engine import make_store
 from kvwire.server.intents import FleetIntents
 from kvwire.server.pinning import Pinning
+from kvwire.server.quotas import Quotas
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc
 from kvwire.v1 import coordinator_service_pb2 as coordinator
@@ -99,7 +100,8 @@ async def test_a_key_is_pinned_while_anybody_wants_it(tmp_path):
     store = make_store(1 << 20)
     pinning = Pinning(store, str(tmp_path))
     first, second = FakeCoordinator(), FakeCoordinator()
-    one, two = FleetIntents("one", pinning), FleetIntents("two", pinning)
+    quotas = Quotas(store, None)
+    one, two = (FleetIntents(name, pinning, quotas) for name in ("one", "two"))
     pinned = store.key_pins.keys
 
     assert await one.follow(first, 0)

@@ -144,7 +144,7 @@ class FleetLinks:
         core = self._core
         over_rpc = core.journal is not None and core.config.report_events == "grpc"
         reader = core.journal.reader() if core.journal is not None and over_rpc else None
-        intents = FleetIntents(str(channel.target), core.pinning)
+        intents = FleetIntents(str(channel.target), core.pinning, core.quotas)
         return Membership(channel, self._info, self._sign, reader, intents)
 
     def _info(self) -> pb.ServerInfo:

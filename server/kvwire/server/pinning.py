@@ -50,6 +50,11 @@ class Pinning:
         self._close_folder()
 
     @property
+    def own(self) -> IntentStore | None:
+        """What operators want of this server; None without a state folder."""
+        return self._own
+
+    @property
     def keys(self) -> int:
         """How many keys are pinned, resident or not."""
         return len(self._holders)

@@ -50,27 +50,29 @@ class Eviction:
         return None
 
     def evict_to(self, used_bytes: int, max_chunks: int = EVERYTHING) -> int:
-        """Evict until at most `used_bytes` are in use, or nothing more can go. Returns the bytes freed."""
+        """Evict what is above quotas, then until at most `used_bytes` are in use, or nothing more can go.
+
+        Returns the bytes freed.
+        """
         allocator = self._store.allocator
-        before = allocator.used
-        while allocator.used > used_bytes and max_chunks > 0:
+        before, most = allocator.used, self.chunks + max_chunks
+        self.evict_over_quota(max_chunks)
+        while allocator.used > used_bytes and self.chunks < most:
             victim = self._victim(EVERYTHING)
             if victim is None:
                 break
             self._evict(victim)
-            max_chunks -= 1
         return before - allocator.used
 
     def evict_over_quota(self, max_chunks: int = EVERYTHING) -> int:
         """Evict of the tenants above their quotas what is too much. Returns the bytes freed."""
-        before = self._store.allocator.used
+        before, most = self._store.allocator.used, self.chunks + max_chunks
         for use in self._store.tenants.over():
-            while max_chunks > 0 and use.excess() > 0:
+            while self.chunks < most and use.excess() > 0:
                 victim = self._victim_of(use, EVERYTHING)
                 if victim is None:
                     break
                 self._evict(victim)
-                max_chunks -= 1
         return before - self._store.allocator.used
 
     def drop(self, keys: Iterable[bytes]) -> tuple[int, int]:
