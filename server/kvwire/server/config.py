@@ -53,6 +53,13 @@ class ServerConfig:
     )
     l2_key_file: str = setting("File with at least 32 random bytes; lower tiers are encrypted with it.", "")
 
+    l2: tuple[str, ...] = setting(
+        "Lower tier, which outlives the memory, as a URL: file:///var/kv?size=100GiB, s3://BUCKET/PREFIX, "
+        "gs://, az://, redis://HOST:PORT, valkey://, memory://. Repeatable.",
+        (),
+    )
+    l2_key_file: str = setting("File with at least 32 random bytes; lower tiers are encrypted with it.", "")
+
     coordinator: tuple[str, ...] = setting(
         "Coordinator of the fleet that this server joins: unix:PATH or HOST:PORT. Repeatable.", ()
     )

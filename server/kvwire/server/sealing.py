@@ -36,11 +36,13 @@ class Sealer:
         self._queue: deque[ObjectRef] = deque()
         self._news = asyncio.Event()
         self._pool = ThreadPoolExecutor(1, "kvwire-seal")
+        self._hurry = False
+        self._busy = False
         self._last_transfer = 0.0
 
     def transfer_seen(self) -> None:
         """A client begins or ends a transfer now."""
-        self._last_transfer = time.monotonic()
+        self._last_transfer = 0.0 if self._hurry else time.monotonic()
 
     def add(self, refs: Iterable[ObjectRef]) -> None:
         self._queue.extend(refs)
@@ -54,12 +56,25 @@ class Sealer:
             self._news.clear()
             patience = time.monotonic() + PATIENCE_S
             while self._queue:
-                await self._pause(patience)
+                await self.quiet(patience)
                 ref = self._queue.popleft()
+                self._busy = True
                 digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
                 self._set_checksum(ref, digest)
+                self._busy = False
 
-    async def _pause(self, patience: float) -> None:
+    @property
+    def waiting(self) -> bool:
+        """Whether something waits for its checksum, or is getting it."""
+        return bool(self._queue) or self._busy
+
+    def hurry(self) -> None:
+        """Wait for no pause any more."""
+        self._hurry = True
+        self._last_transfer = 0.0
+
+    async def quiet(self, patience: float) -> None:
+        """Until there is a pause between transfers, or until then (monotonic seconds)."""
         while (left := min(self._last_transfer + PAUSE_S, patience) - time.monotonic()) > 0:  # noqa: ASYNC110 - a pause is no event
             await asyncio.sleep(left)
 

@@ -12,7 +12,7 @@ from kvwire.server.store.tenants import Tenants
 from kvwire.server.store.tree import PrefixTree
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterable, Iterator, Sequence
 
     from kvwire.server.store.allocator import ExtentAllocator
     from kvwire.server.store.events import StoreListener
@@ -34,6 +34,7 @@ class L1Store:
         self.listener = listener
         self.tree = PrefixTree(policy)
         self.tenants = Tenants()
+        self.on_sealed: Callable[[StoredObject], None] | None = None
         self.key_pins = KeyPins(int(allocator.capacity * PINNED_SHARE))
         self.resident_bytes = 0
         self.reserved_bytes = 0
@@ -205,7 +206,14 @@ class L1Store:
             self.policy.resized(chunk, stored.extent)
         if chunk.is_complete:
             self._completed(chunk, tokens)
+        if checksum:
+            self.sealed(stored)
         self.unpin((chunk,))
+
+    def sealed(self, stored: StoredObject) -> None:
+        """A resident object has its checksum now; whoever keeps copies is told. It must not call back."""
+        if self.on_sealed is not None:
+            self.on_sealed(stored)
 
     def abort(self, stored: StoredObject) -> None:
         """Free a reserved object that its writer will not touch again."""

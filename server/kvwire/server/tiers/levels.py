@@ -1,0 +1,147 @@
+"""All lower tiers of one server, from the setting to what memory, lookups and the fleet see of them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Final
+
+from kvwire.server.journal import Entry, EventKind
+from kvwire.server.tiers.backends import make_backend
+from kvwire.server.tiers.crypt import read_vault
+from kvwire.server.tiers.settings import read_tiers
+from kvwire.server.tiers.source import TierSource
+from kvwire.server.tiers.threads import Threads
+from kvwire.server.tiers.tier import Tier
+from kvwire.server.tiers.writer import Saving, Writer
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator, Sequence
+
+    from kvwire.server.config import ServerConfig
+    from kvwire.server.journal import Journal
+    from kvwire.server.sealing import Sealer
+    from kvwire.server.store import Chunk, L1Store, RemovedChunk, StoredChunk, StoredObject
+    from kvwire.server.tiers.counters import TierStatus
+    from kvwire.server.tiers.entries import TierChunk
+    from kvwire.serving.supervisor import Supervisor
+
+L2: Final = 2
+"""As `kvwire.v1.StorageTier`."""
+START_S: Final = 5.0
+"""How long a start waits for the tiers, together. What takes longer goes on beside the serving."""
+LOOK_S: Final = 0.01
+
+
+class TierEvents:
+    """Writes what a tier holds into the journal."""
+
+    def __init__(self, journal: Journal | None, backend: str) -> None:
+        self._journal = journal
+        self._backend = backend
+
+    def on_stored(self, chunk: TierChunk) -> None:
+        self._note(
+            EventKind.STORE, chunk.key, chunk.size, parent=chunk.parent, root=chunk.space.manifest.root
+        )
+
+    def on_removed(self, chunk: TierChunk) -> None:
+        self._note(EventKind.DELETE, chunk.key)
+
+    def on_cleared(self) -> None:
+        self._note(EventKind.CLEAR)
+
+    def on_used(self, keys: Sequence[bytes]) -> None:
+        if self._journal is not None:
+            self._journal.note_accesses(L2, self._backend, keys)
+
+    def _note(
+        self, kind: EventKind, key: bytes = b"", size: int = 0, parent: bytes = b"", root: bytes = b""
+    ) -> None:
+        if self._journal is not None:
+            self._journal.note(Entry(kind, L2, self._backend, key, size, parent=parent, root=root))
+
+
+class Tiers:
+    """Also a listener of the memory tier. Without any tier it does nothing."""
+
+    def __init__(self, tiers: Sequence[Tier], events: Sequence[TierEvents], threads: Threads) -> None:
+        self.tiers = tuple(tiers)
+        self.sources: list[TierSource] = []
+        self._events = events
+        self._threads = threads
+        self._writers: list[Writer] = []
+        self._sealer: Sealer | None = None
+
+    def attach(self, store: L1Store, view: Callable[[int, int], memoryview], sealer: Sealer) -> None:
+        """Write what this store holds from now on, and bring back to it what it lacks."""
+        self._sealer = sealer
+        for tier, events in zip(self.tiers, self._events, strict=True):
+            saving = Saving(tier, store, view)
+            if tier.settings.store == "all":
+                self._writers.append(Writer(saving, sealer.quiet))
+            if tier.settings.fetch:
+                self.sources.append(TierSource(tier, store.policy.stamps, events.on_used))
+        store.on_sealed = self.sealed
+
+    async def start(self, supervisor: Supervisor) -> None:
+        """Raises ConfigError for a storage that another server uses."""
+        await asyncio.gather(*(tier.start(START_S) for tier in self.tiers))
+        for tier in self.tiers:
+            supervisor.start(f"L2 {tier.name}", tier.run())
+        for writer in self._writers:
+            supervisor.start(f"L2 {writer.tier.name} writer", writer.run())
+
+    async def flush(self, until: float) -> None:
+        """Write what waits, as far as it goes until then (monotonic seconds)."""
+        if self._sealer is None or not self.tiers:
+            return
+        self._sealer.hurry()
+        for writer in self._writers:
+            writer.hurry()
+        while self._unwritten and time.monotonic() < until:  # noqa: ASYNC110 - three places to look at
+            await asyncio.sleep(LOOK_S)
+
+    @property
+    def _unwritten(self) -> bool:
+        sealing = self._sealer is not None and self._sealer.waiting
+        return sealing or any(writer.waiting for writer in self._writers)
+
+    async def close(self) -> None:
+        """After everything that reads or writes has ended."""
+        await asyncio.gather(*(tier.close() for tier in self.tiers))
+        self._threads.close()
+
+    def sealed(self, stored: StoredObject) -> None:
+        """An object is in memory and has its checksum."""
+        for writer in self._writers:
+            writer.offer(stored)
+
+    def status(self) -> Iterator[TierStatus]:
+        waiting = {writer.tier.name: writer.waiting for writer in self._writers}
+        for tier in self.tiers:
+            yield tier.status(waiting.get(tier.name, 0))
+
+    def on_stored(self, event: StoredChunk) -> None: ...
+
+    def on_removed(self, event: RemovedChunk) -> None: ...
+
+    def on_cleared(self) -> None: ...
+
+    def on_used(self, chunks: Sequence[Chunk]) -> None:
+        for tier in self.tiers:
+            tier.index.follow(chunks)
+
+
+def make_tiers(config: ServerConfig, server_id: str, journal: Journal | None) -> Tiers:
+    """Raises ConfigError and MissingExtra. Reaches nothing yet."""
+    threads = Threads(2, "kvwire-tiers")
+    tiers, every = [], []
+    for settings in read_tiers(config.l2):
+        events = TierEvents(journal, settings.name)
+        vault = read_vault(config.l2_key_file) if config.l2_key_file else None
+        tiers.append(
+            Tier(settings, make_backend(settings.place), server_id, threads, vault=vault, listener=events)
+        )
+        every.append(events)
+    return Tiers(tiers, every, threads)

@@ -1,0 +1,275 @@
+"""One lower tier: its index, the storage behind it, and what is done when that fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from functools import partial
+from typing import TYPE_CHECKING, Final
+
+from kvwire.errors import ConfigError
+from kvwire.server.tiers.backends.base import BackendError, NotFound, WrongSize
+from kvwire.server.tiers.counters import TierCounters, TierStatus
+from kvwire.server.tiers.crypt import OVERHEAD, Damaged, WrongKey
+from kvwire.server.tiers.deleting import Deleter
+from kvwire.server.tiers.format import (
+    HEADER_BYTES,
+    MANIFEST,
+    BadFormat,
+    Header,
+    manifest_of,
+    object_name,
+    read_header,
+    server_folder,
+    write_manifest,
+)
+from kvwire.server.tiers.index import ALREADY, TierIndex
+from kvwire.server.tiers.loading import Loader
+from kvwire.server.tiers.problems import Problems
+from kvwire.server.tiers.retrying import Backoff, retried
+from kvwire.transfer.checksum import checksum
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Sequence
+
+    from kvwire.server.store import Chunk, Space, StoredObject
+    from kvwire.server.tiers.backends.base import Backend, Buffer
+    from kvwire.server.tiers.crypt import Vault
+    from kvwire.server.tiers.entries import IndexListener, TierChunk, TierSpace, Writing
+    from kvwire.server.tiers.settings import TierSettings
+    from kvwire.server.tiers.threads import Threads
+
+log = logging.getLogger("kvwire.server")
+
+WRITE_ATTEMPTS: Final = 4
+READ_ATTEMPTS: Final = 3
+ROOM_S: Final = 10.0
+"""How long a write waits until what was deleted to make room for it has gone."""
+FIRST_RETRY_S: Final = 1.0
+LONGEST_RETRY_S: Final = 30.0
+
+
+class ReadFailed(Exception):
+    """`damaged`: the bytes are not those that were written; else they could not be had, or not in time."""
+
+    def __init__(self, problem: str, *, damaged: bool = False) -> None:
+        super().__init__(problem)
+        self.damaged = damaged
+
+
+class Tier:
+    """Lives on the event loop. `ready` once its index is that of the storage; until then it holds nothing."""
+
+    def __init__(
+        self,
+        settings: TierSettings,
+        backend: Backend,
+        server_id: str,
+        threads: Threads,
+        *,
+        vault: Vault | None = None,
+        listener: IndexListener | None = None,
+    ) -> None:
+        self.settings = settings
+        self.name = settings.name
+        self.index = TierIndex(settings.size, OVERHEAD if vault else 0, listener)
+        self.counters = TierCounters()
+        self.problems = Problems(settings.name, settings.location)
+        self.ready = False
+        self._backend = backend
+        self._vault = vault
+        self._threads = threads
+        self._listener = listener
+        self._prefix = server_folder(server_id)
+        self._deleter = Deleter(self.index, backend, self.problems)
+        self._manifests = asyncio.Lock()
+        self._opening: asyncio.Task[None] | None = None
+
+    async def start(self, seconds: float) -> None:
+        """Reach the storage and read what it holds; what takes longer goes on in `run`.
+
+        Raises ConfigError, and nothing for a storage that cannot be reached.
+        """
+        if self._listener is not None:
+            # Whoever was told of a former run hears anew what is there.
+            self._listener.on_cleared()
+        self._opening = asyncio.get_running_loop().create_task(self._open(), name=f"kvwire-open-{self.name}")
+        if not (await asyncio.wait((self._opening,), timeout=seconds))[0]:
+            self.problems.failed("cannot be used yet", "it has not told what it holds")
+        elif isinstance(error := self._opening.exception(), ConfigError):
+            raise error
+
+    async def run(self) -> None:
+        """Open, as often as it takes; then delete what is to be deleted, for ever."""
+        backoff = Backoff(FIRST_RETRY_S, LONGEST_RETRY_S)
+        opening = self._opening
+        while not self.ready:
+            try:
+                await (opening or self._open())
+            except (BackendError, ConfigError) as error:
+                self.problems.failed("cannot be used", error)
+                await asyncio.sleep(backoff.next())
+            opening = None
+        await self._deleter.run()
+
+    def has(self, chunk: Chunk, shard: int) -> bool:
+        """Whether this object of the memory tier is here too, or is being written."""
+        own = self.index.get(chunk.key)
+        return own is not None and bool((own.mask >> shard) & 1 or shard in own.writing)
+
+    async def write(self, stored: StoredObject, data: memoryview) -> bool:
+        """Store an object that the memory tier holds meanwhile, and that has its checksum.
+
+        False: it is not there, for a reason that is counted; nothing of it stays.
+        """
+        chunk = stored.chunk
+        try:
+            space = await self._open_space(chunk.space)
+        except BackendError as error:
+            return self._not_written(error)
+        reserved = self.index.reserve(space, chunk.key, chunk.parent_key, stored.shard, chunk.stamp)
+        if isinstance(reserved, str):
+            self.counters.skipped_objects += reserved != ALREADY
+            return reserved == ALREADY
+        return await self._write(space, reserved, stored.checksum, data)
+
+    async def read(self, chunk: TierChunk, shard: int, into: memoryview, until: float) -> bytes:
+        """Fill `into` with an object, compare it, return its checksum. Raises ReadFailed.
+
+        What is damaged or not there any more is dropped, if it is still the object that was read.
+        """
+        serial = chunk.objects.get(shard, 0)
+        size = chunk.space.sizes[shard]
+        try:
+            async with asyncio.timeout_at(until):
+                digest = await self._read(chunk, shard, into)
+        except (NotFound, WrongSize, BadFormat, Damaged, WrongKey) as error:
+            raise self._unusable(chunk, shard, serial, error) from error
+        except (BackendError, TimeoutError) as error:
+            self.counters.failed_reads += 1
+            if isinstance(error, BackendError):
+                self.problems.failed("cannot be read", error)
+            raise ReadFailed(str(error) or "not read in time") from error
+        self.counters.read_objects += 1
+        self.counters.read_bytes += size
+        return digest
+
+    def status(self, queued: int = 0) -> TierStatus:
+        index = self.index
+        return TierStatus(
+            name=self.name,
+            location=self.settings.location,
+            capacity_bytes=index.capacity,
+            used_bytes=index.used,
+            chunks=len(index),
+            objects=index.objects,
+            store=self.settings.store,
+            encrypted=self._vault is not None,
+            queued_objects=queued,
+            evicted_chunks=index.evicted_chunks,
+            problem=self.problems.now,
+            counters=self.counters,
+        )
+
+    async def close(self) -> None:
+        """After everything that reads or writes has ended."""
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.gather(self._opening, return_exceptions=True)
+        if self.ready:
+            await self._deleter.finish()
+        self.ready = False
+        await self._backend.close()
+        if self._vault is not None:
+            self._vault.close()
+
+    async def _open(self) -> None:
+        await self._backend.open()
+        await Loader(self.index, self._backend, self._prefix).load()
+        self.ready = True
+        self.problems.works()
+        log.info(
+            "L2 %s at %s holds %d chunks, %d bytes",
+            self.name,
+            self.settings.location,
+            len(self.index),
+            self.index.kept,
+        )
+
+    async def _open_space(self, space: Space) -> TierSpace:
+        """The folder of a namespace; its manifest is there before anything else is. Raises BackendError."""
+        manifest = manifest_of(space)
+        folder = f"{self._prefix}/{manifest.folder}"
+        async with self._manifests:
+            known = self.index.spaces.get(folder)
+            if known is not None:
+                return known
+            name, data = f"{folder}/{MANIFEST}", write_manifest(manifest)
+            await self._deleter.gone(name, len(data), ROOM_S)
+            await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, [data]))
+            return self.index.open_space(folder, manifest, len(data))
+
+    async def _write(self, space: TierSpace, writing: Writing, digest: bytes, data: memoryview) -> bool:
+        name = object_name(space.folder, writing.chunk.key, writing.shard)
+        tried = False
+        try:
+            await self._deleter.gone(name, 0, ROOM_S)
+            parts = await self._parts(space, name, digest, data)
+            tried = True
+            await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, parts))
+        except BaseException as error:
+            # What is not known to have failed may be there all the same.
+            self.index.abort(writing, left=tried)
+            if not isinstance(error, BackendError):
+                raise
+            return self._not_written(error)
+        self.problems.works()
+        self.counters.written_objects += 1
+        self.counters.written_bytes += writing.size
+        return self.index.commit(writing)
+
+    def _not_written(self, error: BackendError) -> bool:
+        self.counters.failed_writes += 1
+        self.problems.failed("cannot be written to", error)
+        return False
+
+    async def _parts(self, space: TierSpace, name: str, digest: bytes, data: memoryview) -> Sequence[Buffer]:
+        header = Header(data.nbytes, digest, sealed=self._vault is not None).pack()
+        if self._vault is None:
+            return [header, data]
+        return [header, *await self._vault.seal(_tenant(space), name.encode() + header, [data])]
+
+    async def _read(self, chunk: TierChunk, shard: int, into: memoryview) -> bytes:
+        name = object_name(chunk.space.folder, chunk.key, shard)
+        header = memoryview(bytearray(HEADER_BYTES))
+        payload = into if self._vault is None else memoryview(bytearray(into.nbytes + OVERHEAD))
+        await self._retry(READ_ATTEMPTS, partial(self._backend.read, name, [header, payload]))
+        self.problems.works()
+        told = read_header(bytes(header))
+        if told.size != into.nbytes or told.sealed != (self._vault is not None):
+            raise BadFormat("the header is that of another object")
+        if self._vault is not None:
+            await self._vault.unseal(_tenant(chunk.space), name.encode() + bytes(header), payload, [into])
+        if await self._threads.run(lambda _: checksum(into)) != told.checksum:
+            raise BadFormat("the bytes are not those that were stored")
+        return told.checksum
+
+    def _unusable(self, chunk: TierChunk, shard: int, serial: int, error: Exception) -> ReadFailed:
+        self.counters.failed_reads += 1
+        if isinstance(error, WrongKey):
+            why = "encrypted with another key than that of --l2-key-file"
+            self.problems.failed("holds objects that cannot be read", why)
+        else:
+            why = str(error) or "changed, cut or moved"
+        if self.index.drop_object(chunk, shard, serial):
+            self.counters.damaged_objects += 1
+            self.problems.dropped(object_name(chunk.space.folder, chunk.key, shard), why)
+        return ReadFailed(why, damaged=True)
+
+    async def _retry(self, attempts: int, call: Callable[[], Awaitable[None]]) -> None:
+        # While nothing works one attempt tells enough.
+        await retried(1 if self.problems.now else attempts, call)
+
+
+def _tenant(space: TierSpace) -> bytes:
+    return bytes.fromhex(space.tenant)

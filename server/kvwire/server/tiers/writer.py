@@ -1,0 +1,109 @@
+"""What is written to a lower tier because it was stored in memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections import deque
+from typing import TYPE_CHECKING, Final, NamedTuple
+
+from kvwire.server.store import ObjectState
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable
+
+    from kvwire.server.store import L1Store, StoredObject
+    from kvwire.server.tiers.tier import Tier
+
+log = logging.getLogger("kvwire.server")
+
+MAX_QUEUED: Final = 16384
+"""Objects that wait for one tier. They are not held meanwhile: what is evicted first is skipped."""
+WRITES: Final = {"file": 2}
+MORE_WRITES: Final = 6
+"""Objects that are written at a time: a folder is fast, others are far away."""
+PATIENCE_S: Final = 2.0
+
+
+class _Job(NamedTuple):
+    stored: StoredObject
+    since: float
+
+
+class Saving:
+    """Writes one object out of the memory tier, which holds it meanwhile."""
+
+    def __init__(self, tier: Tier, store: L1Store, view: Callable[[int, int], memoryview]) -> None:
+        self.tier = tier
+        self._store = store
+        self._view = view
+
+    async def save(self, stored: StoredObject) -> bool:
+        """False: it is not in the tier; it is counted why. Raises nothing but CancelledError."""
+        tier = self.tier
+        if stored.state is not ObjectState.RESIDENT or not tier.ready:
+            tier.counters.skipped_objects += 1
+            return False
+        chunk = stored.chunk
+        tier.index.follow_up(chunk)
+        self._store.pin((chunk,))
+        try:
+            return await tier.write(stored, self._view(stored.offset, stored.size))
+        except Exception:
+            log.exception("L2 %s: an object was not written", tier.name)
+            tier.counters.failed_writes += 1
+            return False
+        finally:
+            self._store.unpin((chunk,))
+
+
+class Writer:
+    """The policy "all": what is in memory and has its checksum, in the order in which it got it."""
+
+    def __init__(self, saving: Saving, quiet: Callable[[float], Awaitable[None]]) -> None:
+        self.tier = saving.tier
+        self._saving = saving
+        self._quiet = quiet
+        self._queue: deque[_Job] = deque()
+        self._news = asyncio.Semaphore(0)
+        self._busy = 0
+        self._hurry = False
+
+    @property
+    def waiting(self) -> int:
+        """Objects that are not written yet."""
+        return len(self._queue) + self._busy
+
+    def offer(self, stored: StoredObject) -> None:
+        """It will be written, or skipped and counted."""
+        if self.tier.has(stored.chunk, stored.shard) or not self.tier.ready:
+            return
+        if len(self._queue) >= MAX_QUEUED:
+            self.tier.counters.skipped_objects += 1
+            return
+        self._queue.append(_Job(stored, time.monotonic()))
+        self._news.release()
+
+    def hurry(self) -> None:
+        """Do not wait for pauses any more."""
+        self._hurry = True
+
+    async def run(self) -> None:
+        """Write for ever."""
+        count = WRITES.get(self.tier.settings.place.scheme, MORE_WRITES)
+        async with asyncio.TaskGroup() as workers:
+            for _ in range(count):
+                workers.create_task(self._work())
+
+    async def _work(self) -> None:
+        while True:
+            await self._news.acquire()
+            job = self._queue.popleft()
+            self._busy += 1
+            try:
+                if not self._hurry:
+                    await self._quiet(job.since + PATIENCE_S)
+                await self._saving.save(job.stored)
+            finally:
+                self._busy -= 1
