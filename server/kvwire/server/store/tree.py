@@ -27,6 +27,8 @@ class PrefixTree:
 
     def add(self, key: bytes, parent_key: bytes, space: Space, stamp: int) -> Chunk:
         """A new chunk without objects. `parent_key` is empty for a head, and when it is not known."""
+        if parent_key == key:
+            parent_key = b""  # a client may make up any keys
         chunk = Chunk(key, parent_key, space, [None] * space.shards.num_shards, stamp=stamp)
         self.index[key] = chunk
         self.listing.add(chunk)
