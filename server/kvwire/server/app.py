@@ -29,6 +29,7 @@ from kvwire.server.sealing import Sealer
 from kvwire.server.service import CacheService
 from kvwire.server.state import EngineConfig
 from kvwire.server.store import L1Store, Listeners, make_policy
+from kvwire.server.tiers.levels import make_tiers
 from kvwire.serving.endpoint import Endpoint, problem
 from kvwire.serving.guard import Guard
 from kvwire.serving.http import HttpServer, server_routes
@@ -67,8 +68,10 @@ class CacheServer:
         self._endpoint.make(self._add_services)
 
     async def start(self) -> None:
-        """Listen and serve. Raises ConfigError for an address that cannot be had, and leaves nothing open."""
+        """Listen and serve. Raises ConfigError for an address or a lower tier that cannot be had, and leaves
+        nothing open."""
         try:
+            await self.core.tiers.start(self.core.supervisor)
             await self._endpoint.start()
             self.core.addresses = self._endpoint.addresses
             if self.config.http:
@@ -86,19 +89,21 @@ class CacheServer:
     async def stop(self, grace: float | None = None) -> None:
         """Refuse new work, let calls in flight end within `grace` seconds, then end everything."""
         core = self.core
+        grace = self.config.drain if grace is None else grace
+        until = core.now() + grace
         core.guard.drain()
         core.stopping.set()
         core.prefetcher.answer_now()
         core.events.close()
         await self._endpoint.set_health(serving=False)
         # The fleet is told at once that nothing new is taken here, and may hang meanwhile.
-        await asyncio.gather(
-            core.guard.drained(self.config.drain if grace is None else grace), core.fleet.leave()
-        )
+        await asyncio.gather(core.guard.drained(grace), core.fleet.leave())
         core.clients.leave_all()
         await self._endpoint.stop()
+        await core.tiers.flush(until)
         await core.supervisor.stop()
         await core.stop()
+        await core.tiers.close()
         await self._http.close()
         core.sealer.close()
         core.arena.unlink()
@@ -134,17 +139,20 @@ class CacheServer:
 def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
     incarnation = secrets.token_bytes(16)
     policy = make_policy(config.policy, config.l1_size)
+    server_id = config.server_id or socket.gethostname()
+    journal = make_journal(config, server_id, incarnation)
+    tiers = make_tiers(config, server_id, journal)
     arena = make_arena(config, incarnation)
     events = EventLog()
     allocator = BackedAllocator(arena)
-    server_id = config.server_id or socket.gethostname()
-    journal = make_journal(config, server_id, incarnation)
     matcher = LocalMatcher(config.blend_memory) if config.enable_blend_lookup else None
     listeners: list[StoreListener] = [StoreEvents(events)]
     if journal is not None:
         listeners.append(JournalWriter(journal, with_tokens=config.report_tokens))
     if matcher is not None:
         listeners.append(matcher)
+    if tiers:
+        listeners.append(tiers)
     store = L1Store(allocator, policy, Listeners(*listeners))
     try:
         pinning = Pinning(store, config.state)
@@ -169,6 +177,8 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         Binder("coordinator membership", lambda _size: tell_fleet()),
     )
     binding = ChunkSizeBinding(config.chunk_size, config.max_chunk_size, binders)
+    sealer = Sealer(arena.view, engine.set_checksum)
+    tiers.attach(store, arena.view, sealer)
     core = Core(
         config=config,
         allocator=allocator,
@@ -179,17 +189,20 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         events=events,
         guard=Guard(config.max_in_flight, UNLIMITED, OPEN_WHILE_DRAINING),
         supervisor=Supervisor(on_task_death),
-        sealer=Sealer(arena.view, engine.set_checksum),
+        sealer=sealer,
         server_id=server_id,
         pinning=pinning,
         quotas=Quotas(store, pinning.own),
         prefetcher=Prefetcher(
             engine.fills, arena.view, FetchLimits.of(allocator.capacity, config.write_lease)
         ),
+        tiers=tiers,
         journal=journal,
         matcher=matcher,
         blending=Blending(matcher, store, server_id, incarnation) if matcher is not None else None,
     )
+    for source in tiers.sources:
+        core.prefetcher.add(source)
     return core
 
 

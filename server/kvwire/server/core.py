@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvwire.server.quotas import Quotas
     from kvwire.server.sealing import Sealer
     from kvwire.server.store import ObjectRef
+    from kvwire.server.tiers.levels import Tiers
     from kvwire.serving.guard import Guard
     from kvwire.serving.supervisor import Supervisor
 
@@ -56,6 +57,7 @@ class Core:
         pinning: Pinning,
         quotas: Quotas,
         prefetcher: Prefetcher,
+        tiers: Tiers,
         journal: Journal | None = None,
         matcher: LocalMatcher | None = None,
         blending: Blending | None = None,
@@ -74,6 +76,7 @@ class Core:
         self.pinning = pinning
         self.quotas = quotas
         self.prefetcher = prefetcher
+        self.tiers = tiers
         self.journal = journal
         self.matcher = matcher
         self.blending = blending

@@ -178,7 +178,16 @@ class FleetLinks:
                     backend=MEMORY,
                     used_bytes=used,
                     capacity_bytes=core.config.l1_size,
-                )
+                ),
+                *(
+                    pb.TierUsage(
+                        tier=event_pb2.STORAGE_TIER_L2,
+                        backend=tier.name,
+                        used_bytes=tier.used_bytes,
+                        capacity_bytes=tier.capacity_bytes,
+                    )
+                    for tier in core.tiers.status()
+                ),
             ],
         )
 

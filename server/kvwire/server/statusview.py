@@ -9,7 +9,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 from kvwire.server import convert
 from kvwire.serving.version import server_version
 from kvwire.v1 import admin_service_pb2 as admin
-from kvwire.v1 import error_reason_pb2, layout_pb2, namespace_pb2
+from kvwire.v1 import error_reason_pb2, event_pb2, layout_pb2, namespace_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from kvwire.server.refusals import Refusal
     from kvwire.server.reporting.kafka import KafkaReporter
     from kvwire.server.status import EngineCounters, EngineStatus, L1Status, RegistrationStatus
+    from kvwire.server.tiers.counters import TierStatus
 
 
 def status_reply(core: Core) -> admin.GetStatusResponse:
@@ -56,7 +57,8 @@ def status_reply(core: Core) -> admin.GetStatusResponse:
         refused=[_refused(each, core.now()) for each in core.refusals.recent()],
         coordinators=[_link(state, arrived, core.now()) for state, arrived in core.fleet.states()],
         events=_journal(core.journal, core.fleet.kafka),
-        # Lower tiers (`tiers`) and other servers (`sharing`) tell of themselves here.
+        tiers=[_tier(each) for each in core.tiers.status()],
+        # Other servers (`sharing`) tell of themselves here.
     )
 
 
@@ -92,6 +94,32 @@ def _registration(core: Core, each: RegistrationStatus, now: float) -> admin.Reg
         path_reason=client.path_reason if client else "",
         attached=client is not None and client.attached,
         idle=convert.duration(now - each.last_seen),
+    )
+
+
+def _tier(tier: TierStatus) -> admin.TierStatus:
+    counters = tier.counters
+    return admin.TierStatus(
+        tier=event_pb2.STORAGE_TIER_L2,
+        backend=tier.name,
+        location=tier.location,
+        capacity_bytes=tier.capacity_bytes,
+        used_bytes=tier.used_bytes,
+        chunks=tier.chunks,
+        objects=tier.objects,
+        store=tier.store,
+        encrypted=tier.encrypted,
+        queued_objects=tier.queued_objects,
+        written_objects=counters.written_objects,
+        written_bytes=counters.written_bytes,
+        read_objects=counters.read_objects,
+        read_bytes=counters.read_bytes,
+        failed_writes=counters.failed_writes,
+        failed_reads=counters.failed_reads,
+        damaged_objects=counters.damaged_objects,
+        evicted_chunks=tier.evicted_chunks,
+        skipped_objects=counters.skipped_objects,
+        problem=tier.problem,
     )
 
 

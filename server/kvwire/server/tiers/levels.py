@@ -73,6 +73,9 @@ class Tiers:
         self._writers: list[Writer] = []
         self._sealer: Sealer | None = None
 
+    def __len__(self) -> int:
+        return len(self.tiers)
+
     def attach(self, store: L1Store, view: Callable[[int, int], memoryview], sealer: Sealer) -> None:
         """Write what this store holds from now on, and bring back to it what it lacks."""
         self._sealer = sealer
