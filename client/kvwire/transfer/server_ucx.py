@@ -50,6 +50,13 @@ class UcxServerPlane:
         begin = partial(self.engine.send_all, peer)
         return self._open(Kind.RETRIEVE, lease_id, slots, piece_bytes, begin)
 
+    def send_peer(
+        self, peer: Peer, lease_id: int, transfer_id: int, slots: Sequence[ByteArray], piece_bytes: int
+    ) -> Opened:
+        """Send another server's read lease out of the arena, under tags with that server's own number."""
+        begin = partial(self.engine.send_all, peer)
+        return self._open(Kind.PEER, lease_id, slots, piece_bytes, begin, number=transfer_id)
+
     def opened(self, lease_id: int) -> Opened | None:
         return self._leases.get(lease_id)
 
@@ -68,7 +75,8 @@ class UcxServerPlane:
         if lease is None or all(op.future.done() for op in lease.ops):
             done.set_result(None)
             return done
-        self.engine.discard(lease.ops[0].tag)
+        if not lease.ops[0].is_send:
+            self.engine.discard(lease.ops[0].tag)
         _when_all([op.future for op in lease.ops], lambda _: done.set_result(None))
         for op in lease.ops:
             op.cancel()
@@ -81,8 +89,11 @@ class UcxServerPlane:
         slots: Sequence[ByteArray],
         piece_bytes: int,
         begin: Callable[[list[tuple[int, ByteArray]]], list[UcxOp]],
+        *,
+        number: int = 0,
     ) -> Opened:
-        first = tags.first_tags(kind, lease_id, [slot.size for slot in slots], piece_bytes)
+        """`number` stands in the tags; 0: the lease's own."""
+        first = tags.first_tags(kind, number or lease_id, [slot.size for slot in slots], piece_bytes)
         parts = [
             [(tag + i, slot[start:stop]) for i, (start, stop) in enumerate(pieces(slot.size, piece_bytes))]
             for tag, slot in zip(first, slots, strict=True)

@@ -101,7 +101,10 @@ class UcxEngine:
         lane.submit_if_open(lambda: lane.state.cancel(op))
 
     def discard(self, tag: int) -> None:
-        """Drop messages of this tag's lease from now on, so that their sender gets its memory back."""
+        """Drop messages of this tag's lease from now on, but those that a receive waits for.
+
+        Their sender gets its memory back.
+        """
         self._tell_all(lambda lane: lane.state.discard(tags.lease_prefix(tag)))
 
     def drop_peer(self, peer: Peer, why: str, *, gone: bool) -> None:

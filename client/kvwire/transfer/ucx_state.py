@@ -224,6 +224,9 @@ class UcxState:
             return False
         found = self._look(prefix, self._one_lease)
         if found is not None and found[0] not in ops:
+            if prefix in self._discards:
+                self._drop(found[0])
+                return True
             found = next((each for tag in ops if (each := self._look(tag, self._exact))), None)
         if found is None:
             return False
@@ -248,7 +251,8 @@ class UcxState:
         if not self._discards:
             return
         for prefix in self._discards:
-            while found := self._look(prefix, self._one_lease):
+            wanted = self._wanted.get(prefix, {})
+            while (found := self._look(prefix, self._one_lease)) and found[0] not in wanted:
                 self._drop(found[0])
         self._sweep_at = time.monotonic() + SWEEP_SECONDS
 

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Final
 from kvwire.client.status import to_item_error
 from kvwire.errors import InvalidArgument, LayoutUnsupported, TokensInvalid
 from kvwire.keys import DIGEST_SIZE, TOKEN_BYTES, ExtraInput
+from kvwire.server.dataplane import PathOffer
 from kvwire.server.layout import MAX_GROUPS, GroupKind, KvGroup, KvLayout
-from kvwire.server.limits import check_extra_inputs
+from kvwire.server.limits import MAX_OFFERED, check_extra_inputs
 from kvwire.server.messages import (
     ClientInfo,
     CommitItem,
@@ -28,7 +29,7 @@ from kvwire.v1 import cache_service_pb2 as cache
 from kvwire.v1 import layout_pb2, transfer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from google.protobuf.duration_pb2 import Duration
 
@@ -53,6 +54,7 @@ PATHS: Final[dict[str, transfer_pb2.DataPath.ValueType]] = {
     "ucx-remote": transfer_pb2.DATA_PATH_UCX_REMOTE,
     "inline": transfer_pb2.DATA_PATH_INLINE,
 }
+PATH_NAMES: Final = {number: name for name, number in PATHS.items()}
 KIND_NUMBERS: Final[dict[GroupKind, layout_pb2.KvGroupKind.ValueType]] = {
     kind: number for number, kind in _KINDS.items()
 }
@@ -132,6 +134,19 @@ def identifier(field: str, text: str, *, empty: bool = False) -> str:
     if any(unicodedata.category(character) == "Cc" for character in text):
         raise InvalidArgument(field, "has a control character")
     return text
+
+
+def offers(messages: Sequence[transfer_pb2.DataPathOffer]) -> list[PathOffer]:
+    """Of paths that this server knows. Raises InvalidArgument, TooManyItems."""
+    check_count("offers", len(messages), MAX_OFFERED)
+    found = []
+    for offer in messages:
+        if len(offer.host_id) > 128 or len(offer.ucx_address) > 16384:
+            raise InvalidArgument("offers", "host_id has at most 128 bytes, ucx_address at most 16 KiB")
+        name = PATH_NAMES.get(offer.path)
+        if name:
+            found.append(PathOffer(name, offer.host_id, offer.ucx_address))
+    return found
 
 
 def release_item(item: cache.ReleaseLookupItem) -> ReleaseItem:

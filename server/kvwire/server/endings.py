@@ -84,6 +84,10 @@ class LeaseEndings:
             self._store.quarantine(stored)
         self._wait(lease, _Remainder(lease.owner, objects=objects, acknowledged=polite), reason)
 
+    def waits_for(self, lease_id: int) -> bool:
+        """Whether something of an ended lease is not let go yet."""
+        return lease_id in self._waiting
+
     def acknowledge(self, lease_id: int, registration: Registration) -> int:
         """The owner of an ended write lease will write no more. Returns the slots that this is news for."""
         remainder = self._waiting.get(lease_id)

@@ -28,7 +28,7 @@ from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import coordinator_service_pb2_grpc
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Coroutine
 
     from kvwire.client.channel import ChannelConfig
     from kvwire.server.intents import FleetIntents
@@ -71,7 +71,9 @@ class Membership:
         sign: Callable[[], pb.HeartbeatRequest],
         reader: Reader | None,
         intents: FleetIntents,
+        watch: Callable[[str, Any], Coroutine[Any, Any, None]] | None = None,
     ) -> None:
+        """`watch` follows the members, by the address and a stub, for as long as this one is a member."""
         self.state = LinkState(str(channel.target))
         self.reader = reader
         self.stub: Any = None
@@ -80,6 +82,7 @@ class Membership:
         self._describe = describe
         self._sign = sign
         self._intents = intents
+        self._watch = watch
         self._changed = asyncio.Event()
         self._coordinator = b""
 
@@ -154,6 +157,9 @@ class Membership:
         tasks = {asyncio.create_task(self._beat(stub), name="kvwire-heartbeat")}
         if self.reader is not None:
             tasks.add(asyncio.create_task(self._report(stub, self.reader), name="kvwire-report"))
+        if self._watch is not None:
+            watch = self._watch(self.state.address, stub)
+            tasks.add(asyncio.create_task(watch, name="kvwire-watch-members"))
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.transfer.checksum import checksum
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from kvwire.server.store import ObjectRef
 
@@ -62,6 +62,14 @@ class Sealer:
                 digest = await loop.run_in_executor(self._pool, checksum, self._view(ref.offset, ref.size))
                 self._set_checksum(ref, digest)
                 self._busy = False
+
+    async def seal(self, refs: Sequence[ObjectRef]) -> None:
+        """Make these checksums now. The objects must be held meanwhile."""
+        views = [self._view(ref.offset, ref.size) for ref in refs]
+        loop = asyncio.get_running_loop()
+        digests = await loop.run_in_executor(self._pool, lambda: [checksum(view) for view in views])
+        for ref, digest in zip(refs, digests, strict=True):
+            self._set_checksum(ref, digest)
 
     @property
     def waiting(self) -> bool:

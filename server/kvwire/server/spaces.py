@@ -59,6 +59,10 @@ class Spaces:
             self._by_root[identity.root] = space
         return space
 
+    def by_root(self, root: bytes) -> Space | None:
+        """A space that is open or has chunks."""
+        return self._by_root.get(root)
+
     def peek(self, namespace: Namespace, chunk_size: int) -> Space | None:
         """The space as it is or was last, also after everyone who registered its layout has gone."""
         return self.open(namespace, chunk_size) or self._by_root.get(identify(namespace, chunk_size).root)

@@ -58,14 +58,19 @@ class UcxPath:
     def name(self) -> str:
         return f"ucx-{self._options.kind}"
 
+    @property
+    def engine(self) -> UcxEngine | None:
+        """None before the path has started."""
+        return self._plane.engine if self._plane is not None else None
+
     async def admit(self, offer: PathOffer) -> Admission | str:
         if self._options.kind == "local" and offer.host_id != self._host_id:
             return "the client is on another host"
         if not offer.address:
             return "the offer has no UCX address"
         try:
-            plane = await self._started()
-            peer = await self._connect(plane, offer.address)
+            plane = await self.started()
+            peer = await self._connect(plane, offer.address, "client")
         except KvwireError as error:
             return str(error)
         tag = tags.encode(tags.Kind.PROBE, next(self._probes))
@@ -96,6 +101,20 @@ class UcxPath:
         found = plane.send_retrieve(peer, lease_id, self._memory(slots), DEFAULT_PIECE_BYTES)
         return Opened(DEFAULT_PIECE_BYTES, found.first_tags)
 
+    async def connect(self, address: bytes, name: str) -> Peer:
+        """Another server, by the address of its engine of this kind. Raises as `started`."""
+        return await self._connect(await self.started(), address, name)
+
+    def send_peer(
+        self, peer: Peer, lease_id: int, transfer_id: int, slots: Sequence[SlotMemory]
+    ) -> Opened:
+        """Begin to give another server the bytes of its lease."""
+        if self._plane is None:
+            raise TransferFailed("The path has no connection yet.", path=self.name, cause="gone")
+        memory = self._memory(slots)
+        found = self._plane.send_peer(peer, lease_id, transfer_id, memory, DEFAULT_PIECE_BYTES)
+        return Opened(DEFAULT_PIECE_BYTES, found.first_tags)
+
     async def received(self, lease_id: int, slots: Sequence[int], seconds: float) -> Received:
         opened = self._plane.opened(lease_id) if self._plane else None
         if opened is None:
@@ -122,7 +141,8 @@ class UcxPath:
         if self._plane is not None:
             await asyncio.to_thread(self._plane.engine.close, 2.0)
 
-    async def _started(self) -> UcxServerPlane:
+    async def started(self) -> UcxServerPlane:
+        """Raises DataPathUnavailable, MissingExtra, ConfigError."""
         async with self._starting:
             if self._plane is None:
                 self._plane = UcxServerPlane(await asyncio.to_thread(UcxEngine, self._options))
@@ -130,8 +150,8 @@ class UcxPath:
             return self._plane
 
     @staticmethod
-    async def _connect(plane: UcxServerPlane, address: bytes) -> Peer:
-        connecting = asyncio.ensure_future(asyncio.to_thread(plane.engine.connect, address, "client"))
+    async def _connect(plane: UcxServerPlane, address: bytes, name: str) -> Peer:
+        connecting = asyncio.ensure_future(asyncio.to_thread(plane.engine.connect, address, name))
         try:
             return await asyncio.shield(connecting)
         except asyncio.CancelledError:
