@@ -33,7 +33,9 @@ if TYPE_CHECKING:
 Tensors = Any
 """Tensors or arrays of one KV group (a mapping by layer, or a sequence), or a sequence of groups of them."""
 
-_WASTE: Final = 4
+_REGISTER_S: Final = 20.0
+"""Upper bound for a first attempt to connect, which ends by itself: a path that a firewall cuts off is probed
+for some seconds before the next one is tried."""
 
 
 class KvCache:
@@ -285,7 +287,7 @@ def register_kv_caches(
     )
     cache = KvCache(client.clone(), spec, interval=options.get("heartbeat_interval", HEARTBEAT_S))
     try:
-        cache.set_memory(memory)
+        cache.set_memory(memory, _REGISTER_S)
         cache.link.require()
     except BaseException:
         cache.close()

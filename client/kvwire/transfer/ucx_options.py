@@ -10,6 +10,8 @@ lies in huge
 - TCP needs large segments. Its "put" scheme is twice as cheap without error handling; with it, it is not
 available, and
   asking for it makes UCX send large messages eagerly, into memory that nobody has offered.
+- TCP connects without waiting: UCX waits in the thread that moves everybody's bytes, for minutes where a
+firewall drops what is sent.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from kvwire.transfer import net
 Kind: TypeAlias = Literal["local", "remote"]
 Role: TypeAlias = Literal["client", "server"]
 
-_TCP: Final = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k"}
+_TCP: Final = {"TLS": "^sm", "TCP_TX_SEG_SIZE": "512k", "TCP_RX_SEG_SIZE": "512k", "TCP_CONN_NB": "y"}
 
 
 @dataclass(frozen=True, slots=True)
