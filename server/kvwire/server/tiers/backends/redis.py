@@ -30,7 +30,7 @@ PASSWORDS: Final = {"redis": ("REDISCLI_AUTH",), "valkey": ("VALKEYCLI_AUTH", "R
 """Where the programs of each look for the password, too."""
 
 THREADS: Final = 2
-_DENIED: Final = re.compile(r"\b(NOAUTH|WRONGPASS|NOPERM|WRONGTYPE|ERR)\b|AuthenticationFailed")
+_DENIED: Final = re.compile(r"\b(NOAUTH|WRONGPASS|NOPERM|WRONGTYPE|ERR)\b|PermissionDenied|AuthenticationFailed")
 
 
 class RedisBackend:
@@ -168,7 +168,7 @@ def _configuration(glide: Any, place: Place) -> Any:
             credentials=_credentials(glide, place),
             database_id=int(options.get("db", "0")),
             request_timeout=int(limit(place.timeout, RedisBackend.max_size) * 1000),
-            reconnect_strategy=glide.BackoffStrategy(num_of_retries=5, factor=50, exponent_base=2),
+            reconnect_strategy=glide.BackoffStrategy(num_of_retries=2, factor=50, exponent_base=2),
             client_name="kvwire",
             advanced_config=glide.AdvancedGlideClientConfiguration(
                 connection_timeout=milliseconds, tls_config=_tls(glide, options.get("ca", ""))
