@@ -36,6 +36,8 @@ REFUSED = {
     "EndSession": "NOT_REGISTERED",
     "Pin": "INVALID_FIELD",
     "Unpin": "INVALID_FIELD",
+    "SetQuota": "INVALID_FIELD",
+    "Evict": "INVALID_FIELD",
 }
 STREAMS = {"SubscribeKvEvents"}
 """It stays open until it is cut off, as is seen elsewhere."""
@@ -43,10 +45,7 @@ NOT_SERVED = {
     "kvwire.v1.CacheService/MatchBlend",
     "kvwire.v1.PeerService/LookupAndLease",
     "kvwire.v1.PeerService/ReleaseLease",
-    *(
-        f"kvwire.v1.AdminService/{name}"
-        for name in ("ListObjects", "SetQuota", "GetQuota", "Prefetch", "Evict")
-    ),
+    "kvwire.v1.AdminService/Prefetch",
 }
 
 

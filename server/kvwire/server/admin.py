@@ -1,4 +1,4 @@
-"""AdminService: what operators see. Methods that come with tiers and quotas answer NOT_SERVED."""
+"""AdminService: what operators see and change. Every change leaves a line in the log."""
 
 from __future__ import annotations
 
@@ -10,18 +10,24 @@ from kvwire.server import convert
 from kvwire.server.pinning import selected_keys
 from kvwire.server.statusview import status_reply
 from kvwire.server.unserved import not_served
+from kvwire.serving.tenants import digest_wanted, tenant_name
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, event_pb2
 
 if TYPE_CHECKING:
     from kvwire.server.core import Core
+    from kvwire.server.holdings import HeldChunk
 
-log = logging.getLogger("kvwire.server")
+log = logging.getLogger("kvwire.server.audit")
 
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
 MAX_PAGE_TOKEN: Final = 20
-MEMORY_TIERS: Final = (event_pb2.STORAGE_TIER_UNSPECIFIED, event_pb2.STORAGE_TIER_L1)
+TIERS: Final[dict[int, event_pb2.StorageTier.ValueType]] = {
+    event_pb2.STORAGE_TIER_L1: event_pb2.STORAGE_TIER_L1,
+    event_pb2.STORAGE_TIER_L2: event_pb2.STORAGE_TIER_L2,
+}
+TIER_NAMES: Final = {0: "all", 1: "L1", 2: "L2"}
 
 
 class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
@@ -57,32 +63,76 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             next_page_token=str(listed[size - 1].generation) if more else "",
         )
 
+    async def ListObjects(self, request: admin.ListObjectsRequest, context: Any) -> admin.ListObjectsResponse:
+        size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
+        tier, tenant = _tier(request.tier), digest_wanted(request.tenant)
+        self._core.absorb()
+        page = self._core.holdings.page(request.page_token, size, tier, tenant)
+        return admin.ListObjectsResponse(
+            header=self._core.header,
+            chunks=[_chunk(held) for held in page.chunks],
+            next_page_token=page.next,
+        )
+
     async def Clear(self, request: admin.ClearRequest, context: Any) -> admin.ClearResponse:
         namespace = convert.namespace(request.namespace) if request.HasField("namespace") else None
-        core = self._core
-        core.absorb()
-        # What is asked of a tier that this server does not have is done.
-        cleared, kept = core.engine.clear(namespace) if request.tier in MEMORY_TIERS else (0, 0)
-        log.info("cleared %d chunks, kept %d", cleared, kept)
-        return admin.ClearResponse(header=core.header, cleared_chunks=cleared, kept_chunks=kept)
+        tier, tenant = _tier(request.tier), digest_wanted(request.tenant)
+        self._core.absorb()
+        cleared, kept = self._core.holdings.clear(tier, namespace, tenant)
+        _audit(
+            context,
+            "clear",
+            tier=TIER_NAMES[tier],
+            model=namespace.model if namespace else "all",
+            tenant=request.tenant or "all",
+            dropped=cleared,
+            kept=kept,
+        )
+        return admin.ClearResponse(header=self._core.header, cleared_chunks=cleared, kept_chunks=kept)
+
+    async def Evict(self, request: admin.EvictRequest, context: Any) -> admin.EvictResponse:
+        tier, keys = _tier(request.tier), await self._selected(request.selector)
+        self._core.absorb()
+        evicted, kept = self._core.holdings.evict(keys, tier)
+        _audit(context, "evict", tier=TIER_NAMES[tier], keys=len(keys), dropped=evicted, kept=kept)
+        return admin.EvictResponse(header=self._core.header, evicted_chunks=evicted, kept_chunks=kept)
 
     async def Pin(self, request: admin.PinRequest, context: Any) -> admin.PinResponse:
         core = self._core
         pinned = await core.pinning.pin(await self._selected(request.selector))
-        log.info("pinned %d chunks", pinned)
+        _audit(context, "pin", chunks=pinned)
         return admin.PinResponse(header=core.header, pinned_chunks=pinned)
 
     async def Unpin(self, request: admin.UnpinRequest, context: Any) -> admin.UnpinResponse:
         core = self._core
         unpinned = await core.pinning.unpin(await self._selected(request.selector))
-        log.info("unpinned %d chunks", unpinned)
+        _audit(context, "unpin", chunks=unpinned)
         return admin.UnpinResponse(header=core.header, unpinned_chunks=unpinned)
 
-    ListObjects: Any = not_served("ListObjects")
-    SetQuota: Any = not_served("SetQuota")
-    GetQuota: Any = not_served("GetQuota")
+    async def SetQuota(self, request: admin.SetQuotaRequest, context: Any) -> admin.SetQuotaResponse:
+        tenant, limit = tenant_name(request.salt, request.tenant), request.limit_bytes
+        await self._core.quotas.set(tenant, request.tier, limit)
+        _audit(context, "quota", tier=TIER_NAMES[request.tier], tenant=tenant, limit=limit)
+        return admin.SetQuotaResponse(header=self._core.header, tenant=tenant)
+
+    async def GetQuota(self, request: admin.GetQuotaRequest, context: Any) -> admin.GetQuotaResponse:
+        digest_wanted(request.tenant)
+        self._core.absorb()
+        return admin.GetQuotaResponse(
+            header=self._core.header,
+            quotas=[
+                admin.TenantQuota(
+                    tenant=each.tenant,
+                    tier=TIERS[each.tier],
+                    backend=each.backend,
+                    limit_bytes=each.limit,
+                    used_bytes=each.used,
+                )
+                for each in self._core.quotas.listed(request.tenant)
+            ],
+        )
+
     Prefetch: Any = not_served("Prefetch")
-    Evict: Any = not_served("Evict")
 
     async def _selected(self, selector: admin.PromptSelector) -> tuple[bytes, ...]:
         core = self._core
@@ -95,3 +145,30 @@ def _page_start(token: str) -> int:
     if token and not (token.isdecimal() and len(token) <= MAX_PAGE_TOKEN):
         raise InvalidArgument("page_token", "is not one that this server gave")
     return int(token or 0)
+
+
+def _chunk(held: HeldChunk) -> admin.ChunkStatus:
+    return admin.ChunkStatus(
+        chunk_key=held.key,
+        tier=TIERS[held.tier],
+        backend=held.backend,
+        size_bytes=held.size,
+        objects=held.objects,
+        complete=held.complete,
+        leases=held.leases,
+        pinned=held.pinned,
+        model=held.model,
+        tenant=held.tenant,
+    )
+
+
+def _tier(tier: int) -> int:
+    if tier not in TIER_NAMES:
+        raise InvalidArgument("tier", f"{tier} is not known to this server")
+    return tier
+
+
+def _audit(context: Any, action: str, **facts: object) -> None:
+    """Who changed what. A tenant is told by its digest, a prompt by the number of its chunks."""
+    told = " ".join(f"{name}={value}" for name, value in facts.items())
+    log.info("%s by %s: %s", action, context.peer(), told)

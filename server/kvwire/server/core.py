@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.server.dataplane.shm import ShmPath
+from kvwire.server.holdings import Holdings
 from kvwire.server.refusals import Refusals
 from kvwire.v1 import cache_service_pb2 as cache
 
@@ -76,6 +77,7 @@ class Core:
         self.pinning = pinning
         self.quotas = quotas
         self.prefetcher = prefetcher
+        self.holdings = Holdings(engine.store)
         self.tiers = tiers
         self.journal = journal
         self.matcher = matcher

@@ -334,7 +334,8 @@ class CacheEngine:
         chunk_size = self._state.chunk_size
         if not chunk_size:
             return 0, 0
-        return self.store.clear(identify(base_of(namespace), chunk_size).root)
+        base_root = identify(base_of(namespace), chunk_size).root
+        return self.store.clear(lambda space: space.base_root == base_root)
 
     def expire(self, now: float) -> Expired:
         """End what has run out: leases, idle sessions, silent registrations."""

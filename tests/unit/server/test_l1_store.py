@@ -257,8 +257,8 @@ def test_clear_keeps_what_is_pinned_and_says_so_once() -> None:
     fixture = Fixture(layout())
     stored = [fixture.put(index) for index in range(3)]
     fixture.store.pin([stored[0].chunk])
-    assert fixture.store.clear(b"another base") == (0, 0)
-    assert fixture.store.clear(b"base") == (2, 1)
+    assert fixture.store.clear(lambda space: space.base_root == b"another base") == (0, 0)
+    assert fixture.store.clear(lambda space: space.base_root == b"base") == (2, 1)
     assert sorted(fixture.events.removed) == sorted(KEYS[1:3])
     fixture.store.unpin([stored[0].chunk])
     fixture.events.log.clear()

@@ -65,6 +65,9 @@ class Shared:
     def resident(self, tenant: str, prompt: str) -> int:
         return self.store.find(self.spaces[tenant], self.keys(tenant, prompt, 64)).boundary
 
+    def clear(self, tenant: str) -> tuple[int, int]:
+        return self.store.clear(lambda space: space.tenant == tenant)
+
     def used(self, tenant: str) -> float:
         return self.store.tenants.used(tenant) / OBJECT_BYTES
 
@@ -199,7 +202,7 @@ def test_a_tenant_is_forgotten_with_its_last_namespace_and_its_limit_is_not() ->
     shared = Shared(16)
     shared.limit(aa=2)
     shared.put("aa", "p", 2)
-    shared.store.clear(tenant="aa")
+    shared.clear("aa")
     assert shared.store.tenants.used("aa") == 0
     del shared.spaces["aa"]
     shared.spaces["aa"] = Space(b"aa", b"base", "model", "aa", ShardMap(layout(), CHUNK))
@@ -211,8 +214,8 @@ def test_clearing_one_tenant_leaves_the_others() -> None:
     for tenant in TENANTS:
         shared.put(tenant, "p", 2)
     shared.store.pin([chunk] if (chunk := shared.store.get(shared.keys("aa", "p", 1)[0])) else [])
-    assert shared.store.clear(tenant="aa") == (1, 1)
-    assert shared.store.clear(tenant="") == (2, 0)
+    assert shared.clear("aa") == (1, 1)
+    assert shared.clear("") == (2, 0)
     assert [shared.resident(tenant, "p") for tenant in TENANTS] == [0, 1, 2]
 
 
@@ -326,7 +329,7 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(tenant=st.sampled_from(["aa", "cc"]))
     def clear(self, tenant: str) -> None:
-        self.store.clear(tenant=tenant)
+        self.shared.clear(tenant)
 
     @invariant()
     def bytes_are_exact(self) -> None:

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Final
 from kvwire.server.store.tenant_policy import TenantPolicy
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Callable, Iterable
 
     from kvwire.server.store.l1 import L1Store
-    from kvwire.server.store.objects import Chunk
+    from kvwire.server.store.objects import Chunk, Space
     from kvwire.server.store.tenants import TenantUse
 
 EVERYTHING: Final = 1 << 62
@@ -83,14 +83,10 @@ class Eviction:
             self._store.remove(chunk, evicted=False)
         return len(idle), len(found) - len(idle)
 
-    def clear(self, base_root: bytes | None = None, tenant: str | None = None) -> tuple[int, int]:
-        """Drop every chunk (of one base namespace or tenant) that is idle. Returns (dropped, kept)."""
+    def clear(self, meant: Callable[[Space], bool] | None = None) -> tuple[int, int]:
+        """Drop every chunk (of those namespaces) that is idle. Returns (chunks dropped, chunks kept)."""
         store = self._store
-        chosen = [
-            chunk
-            for chunk in store.chunks()
-            if base_root in (None, chunk.space.base_root) and tenant in (None, chunk.space.tenant)
-        ]
+        chosen = [chunk for chunk in store.chunks() if meant is None or meant(chunk.space)]
         idle = [chunk for chunk in chosen if chunk.idle]
         everything = len(idle) == len(store)
         for chunk in idle:
