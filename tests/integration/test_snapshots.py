@@ -6,10 +6,11 @@ import pytest
 
 from kvwire.keys import Namespace, root
 from kvwire.server import peer
+from kvwire.v1 import event_pb2, peer_service_pb2_grpc
 from kvwire.v1 import peer_service_pb2 as pb
-from kvwire.v1 import peer_service_pb2_grpc
 from support.local_server import local_server
 from support.raw_client import MODEL, OBJECT_BYTES, RawClient, tokens
+from support.waiting import eventually
 
 NOBODY = ("127.0.0.1:9",)
 
@@ -73,3 +74,21 @@ async def _cleared_between(server) -> list[int]:
         found.append(len(page.placements))
         server.engine.clear(None)
     return [count for count in found if count]
+
+
+def test_a_snapshot_tells_what_lies_in_lower_tiers_too(short_tmp):
+    settings = {"coordinator": NOBODY, "server_id": "a", "l2": (f"file://{short_tmp}/kv?size=1GiB",)}
+    with local_server(short_tmp, **settings) as server:
+        client = RawClient(server.channel()).register("inline")
+        client.store("s", tokens(5))
+        eventually(lambda: client.status().tiers[0].objects == 5)
+        found = [each for page in pages(server, page_size=3) for each in page.placements]
+        keys = client.keys(tokens(5))
+        lower = {each.chunk_key: each for each in found if each.tier == event_pb2.STORAGE_TIER_L2}
+        assert [(each.tier, each.chunk_key) for each in found[:5]] == [(1, key) for key in keys]
+        assert list(lower) == keys
+        for index, key in enumerate(keys):
+            each = lower[key]
+            assert (each.backend, each.size_bytes) == ("disk", OBJECT_BYTES + 64)
+            assert each.parent_key == (keys[index - 1] if index else b"")
+            assert each.namespace_root == root(Namespace(MODEL), 4)

@@ -16,7 +16,10 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvwire.server.core import Core
-    from kvwire.server.store import Chunk
+    from kvwire.server.tiers.tier import Tier
+
+    Held = tuple[Tier | None, bytes]
+    """A chunk's key, in a lower tier or in memory."""
 
 DEFAULT_PAGE: Final = 1000
 MAX_PAGE: Final = 5000
@@ -42,10 +45,11 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
             core.journal.close()
         sequence = core.journal.closed_sequence if core.journal is not None else 0
         # One moment: what goes afterwards is told by events behind `sequence`, and so is what comes.
-        keys = deque(chunk.key for chunk in core.engine.store.chunks() if chunk.announced)
+        held: deque[Held] = deque((None, each.key) for each in core.engine.store.chunks() if each.announced)
+        held.extend(core.tiers.announced())
         size = min(request.page_size or DEFAULT_PAGE, MAX_PAGE)
         while True:
-            page = self._page(keys, size, with_tokens=request.with_tokens)
+            page = self._page(held, size, with_tokens=request.with_tokens)
             yield pb.SnapshotPlacementsResponse(
                 server_id=core.server_id,
                 incarnation=core.incarnation,
@@ -53,29 +57,33 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
                 placements=page,
                 age=convert.duration(time.monotonic() - taken),
             )
-            if not keys:
+            if not held:
                 return
             await asyncio.sleep(0)
 
-    def _page(self, keys: deque[bytes], size: int, *, with_tokens: bool) -> list[event_pb2.CacheEvent]:
-        """The next ones that are still there, taken from `keys`; those with many tokens make it shorter."""
+    def _page(self, held: deque[Held], size: int, *, with_tokens: bool) -> list[event_pb2.CacheEvent]:
+        """The next ones that are still there, taken from `held`; those with many tokens make it shorter."""
         page: list[event_pb2.CacheEvent] = []
         tokens = 0
-        while keys and len(page) < size and tokens < PAGE_BYTES:
-            chunk = self._core.engine.store.get(keys.popleft())
-            if chunk is not None and chunk.announced:
-                page.append(self._placement(chunk, with_tokens))
-                tokens += len(page[-1].tokens)
+        while held and len(page) < size and tokens < PAGE_BYTES:
+            tier, key = held.popleft()
+            event = self._in_memory(key) if tier is None else _in_tier(tier, key)
+            if event is not None:
+                event.tokens = self._tokens_of(key) if with_tokens else b""
+                page.append(event)
+                tokens += len(event.tokens)
         return page
 
-    def _placement(self, chunk: Chunk, with_tokens: bool) -> event_pb2.CacheEvent:
+    def _in_memory(self, key: bytes) -> event_pb2.CacheEvent | None:
+        chunk = self._core.engine.store.get(key)
+        if chunk is None or not chunk.announced:
+            return None
         return event_pb2.CacheEvent(
             kind=event_pb2.CACHE_EVENT_KIND_STORE,
             chunk_key=chunk.key,
             tier=event_pb2.STORAGE_TIER_L1,
             backend=MEMORY,
             size_bytes=chunk.size,
-            tokens=self._tokens_of(chunk.key) if with_tokens else b"",
             parent_key=chunk.parent_key,
             namespace_root=chunk.space.root,
         )
@@ -84,3 +92,18 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
         """Kept by the blend index alone: without one nobody knows them any more."""
         matcher = self._core.matcher if self._core.config.report_tokens else None
         return matcher.tokens_of(key) if matcher is not None else b""
+
+
+def _in_tier(tier: Tier, key: bytes) -> event_pb2.CacheEvent | None:
+    chunk = tier.index.get(key)
+    if chunk is None or not chunk.announced:
+        return None
+    return event_pb2.CacheEvent(
+        kind=event_pb2.CACHE_EVENT_KIND_STORE,
+        chunk_key=chunk.key,
+        tier=event_pb2.STORAGE_TIER_L2,
+        backend=tier.name,
+        size_bytes=chunk.size,
+        parent_key=chunk.parent,
+        namespace_root=chunk.space.manifest.root,
+    )

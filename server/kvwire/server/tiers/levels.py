@@ -125,6 +125,13 @@ class Tiers:
         for tier in self.tiers:
             yield tier.status(waiting.get(tier.name, 0))
 
+    def announced(self) -> Iterator[tuple[Tier, bytes]]:
+        """The keys of all complete chunks, tier by tier."""
+        for tier in self.tiers:
+            for chunk in tier.index:
+                if chunk.announced:
+                    yield tier, chunk.key
+
     def on_stored(self, event: StoredChunk) -> None: ...
 
     def on_removed(self, event: RemovedChunk) -> None: ...
