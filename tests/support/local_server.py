@@ -95,6 +95,9 @@ class LocalServer:
             await asyncio.wait(cancelling)
         self.core.sweep()
 
+    def _make(self):
+        return CacheServer(self.config)
+
     def _serve(self) -> None:
         try:
             asyncio.run(self._main())
@@ -106,7 +109,7 @@ class LocalServer:
     async def _main(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._told = asyncio.Event()
-        self.server = CacheServer(self.config)
+        self.server = self._make()
         await self.server.start()
         self._ready.set()
         await self._told.wait()

@@ -22,6 +22,8 @@ from kvwire.server.leases import MAX_LEASE_ID
 from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.peer import PeerService
+from kvwire.server.peers.calls import Calls
+from kvwire.server.peers.sharing import Sharing
 from kvwire.server.pinning import Pinning
 from kvwire.server.quotas import Quotas
 from kvwire.server.reporting.kafka import KafkaReporter
@@ -58,12 +60,16 @@ class CacheServer:
         # What may be refused comes before memory is taken.
         self._endpoint = Endpoint(config, SERVICES)
         coordinators = coordinator_channels(config)
+        calls = Calls(config) if coordinators and config.peers else None
         kafka = KafkaReporter(config) if config.report_events == "kafka" else None
         self.core = _make_core(config, self._endpoint.on_task_death)
         self._rpcs = RpcMetrics(OPEN_STREAMS)
         self.core.guard.observe = self._rpcs
         self._http = HttpServer(server_routes(self._registry(), self._problem))
         self.http_address = ""
+        if calls is not None:
+            self.core.sharing = Sharing(self.core, calls)
+            self.core.prefetcher.add(self.core.sharing.source)
         self.core.fleet = FleetLinks(self.core, coordinators, kafka)
         self._endpoint.make(self._add_services)
 

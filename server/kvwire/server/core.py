@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from kvwire.server.fleet import FleetLinks
     from kvwire.server.journal import Journal
     from kvwire.server.messages import EndedLease
+    from kvwire.server.peers.sharing import Sharing
     from kvwire.server.pinning import Pinning
     from kvwire.server.quotas import Quotas
     from kvwire.server.sealing import Sealer
@@ -76,13 +77,14 @@ class Core:
         self.server_id = server_id
         self.pinning = pinning
         self.quotas = quotas
-        self.prefetcher = prefetcher
         self.holdings = Holdings(engine.store)
+        self.prefetcher = prefetcher
         self.tiers = tiers
         self.journal = journal
         self.matcher = matcher
         self.blending = blending
         self.fleet: FleetLinks
+        self.sharing: Sharing | None = None
         self.incarnation = incarnation
         self.header = cache.ResponseHeader(incarnation=self.incarnation)
         self.started_at = time.time()
@@ -166,6 +168,8 @@ class Core:
         self.settle()
         if self._cancelling:
             await asyncio.wait(self._cancelling, timeout=2.0)
+        if self.sharing is not None:
+            await self.sharing.close()
         await self.pinning.close()
         await self.plane.close()
 

@@ -145,7 +145,8 @@ class FleetLinks:
         over_rpc = core.journal is not None and core.config.report_events == "grpc"
         reader = core.journal.reader() if core.journal is not None and over_rpc else None
         intents = FleetIntents(str(channel.target), core.pinning, core.quotas)
-        return Membership(channel, self._info, self._sign, reader, intents)
+        watch = core.sharing.watch if core.sharing is not None else None
+        return Membership(channel, self._info, self._sign, reader, intents, watch)
 
     def _info(self) -> pb.ServerInfo:
         core = self._core
@@ -158,7 +159,10 @@ class FleetLinks:
             digest_function=namespace_pb2.DIGEST_FUNCTION_SHA256,
             capacity_bytes=core.config.l1_size,
             version=server_version(),
-            features=["blend"] if core.config.enable_blend_lookup else [],
+            features=[
+                *(["blend"] if core.config.enable_blend_lookup else []),
+                *(core.sharing.features if core.sharing is not None else []),
+            ],
         )
 
     def _sign(self) -> pb.HeartbeatRequest:

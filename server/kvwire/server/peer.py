@@ -7,8 +7,8 @@ import time
 from collections import deque
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire.errors import NotImplementedYet
 from kvwire.server import convert
-from kvwire.server.unserved import not_served
 from kvwire.v1 import event_pb2, peer_service_pb2_grpc
 from kvwire.v1 import peer_service_pb2 as pb
 
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
     from kvwire.server.core import Core
+    from kvwire.server.lender import Lender
     from kvwire.server.tiers.tier import Tier
 
     Held = tuple[Tier | None, bytes]
@@ -30,11 +31,16 @@ MEMORY: Final = "memory"
 
 
 class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
-    LookupAndLease: Any = not_served("LookupAndLease")
-    ReleaseLease: Any = not_served("ReleaseLease")
-
     def __init__(self, core: Core) -> None:
         self._core = core
+
+    async def LookupAndLease(
+        self, request: pb.LookupAndLeaseRequest, context: Any
+    ) -> pb.LookupAndLeaseResponse:
+        return await self._lender().lookup_and_lease(request)
+
+    async def ReleaseLease(self, request: pb.ReleaseLeaseRequest, context: Any) -> pb.ReleaseLeaseResponse:
+        return self._lender().release(request)
 
     async def SnapshotPlacements(
         self, request: pb.SnapshotPlacementsRequest, context: Any
@@ -60,6 +66,14 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
             if not held:
                 return
             await asyncio.sleep(0)
+
+    def _lender(self) -> Lender:
+        """Raises NotImplementedYet."""
+        if self._core.sharing is None:
+            raise NotImplementedYet(
+                "This server shares nothing (--no-peers, or no --coordinator)."
+            )
+        return self._core.sharing.lender
 
     def _page(self, held: deque[Held], size: int, *, with_tokens: bool) -> list[event_pb2.CacheEvent]:
         """The next ones that are still there, taken from `held`; those with many tokens make it shorter."""

@@ -58,7 +58,7 @@ def status_reply(core: Core) -> admin.GetStatusResponse:
         coordinators=[_link(state, arrived, core.now()) for state, arrived in core.fleet.states()],
         events=_journal(core.journal, core.fleet.kafka),
         tiers=[_tier(each) for each in core.tiers.status()],
-        # Other servers (`sharing`) tell of themselves here.
+        sharing=core.sharing.status() if core.sharing is not None else None,
     )
 
 

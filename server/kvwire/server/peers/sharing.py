@@ -11,7 +11,6 @@ import grpc
 
 from kvwire.server import convert
 from kvwire.server.lender import Lender
-from kvwire.server.peers.calls import Calls
 from kvwire.server.peers.directory import Directory
 from kvwire.server.peers.hints import Hints
 from kvwire.server.peers.links import Links
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Coroutine
 
     from kvwire.server.core import Core
+    from kvwire.server.peers.calls import Calls
     from kvwire.server.peers.members import Place
 
 log = logging.getLogger("kvwire.server")
@@ -38,21 +38,21 @@ STOP_S: Final = 1.0
 
 
 class Sharing:
-    """Both sides. `stubs` of the coordinators come from the fleet. Raises ConfigError for bad credentials."""
+    """Both sides of it. Coordinators to ask come from the core's fleet."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, calls: Calls) -> None:
         config = core.config
         self._core = core
         self.members = Members(core.server_id)
         self.standing = Standing()
         self.counters = SharingCounters()
-        self.calls = Calls(config)
+        self.calls = calls
         self.links = Links(core.plane, host_id(), config.peer_connect)
         self.lender = Lender(core, self.links)
         self._pool = ThreadPoolExecutor(HASH_THREADS, "kvwire-peer-hash")
         self._tasks: set[asyncio.Task[Any]] = set()
         hints = Hints()
-        self.directory = Directory(core.fleet_stubs, self._knows, hints, config.peer_deadline)
+        self.directory = Directory(self._coordinators, self._knows, hints, config.peer_deadline)
         tools = LoanTools(
             core.server_id, self.calls, self.links, self._pool, self.background, core.stopping.is_set
         )
@@ -123,6 +123,9 @@ class Sharing:
         if not info.shares:
             return "it shares nothing"
         return self.standing.problem(info.place)
+
+    def _coordinators(self) -> list[Any]:
+        return self._core.fleet.stubs()
 
     def _knows(self, place: Place) -> bool:
         info = self.members.find(place)

@@ -1,4 +1,4 @@
-"""Other servers as a source of objects: found through the directory, leased by their owner, moved over UCX."""
+"""Other servers as a source: found through the directory, leased by their owner, moved over UCX."""
 
 from __future__ import annotations
 
