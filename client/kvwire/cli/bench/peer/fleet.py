@@ -30,8 +30,11 @@ HEARTBEAT_S: Final = 0.05
 EXPIRY_S: Final = 2.0
 TERMS: Final = (f"--heartbeat={HEARTBEAT_S}", f"--expire-after={EXPIRY_S}")
 DEADLINES: Final = {"Lookup": 60.0}
-SHARING: Final = ("--prefetch-deadline=60", "--watermark=1", "--log-level=warning")
-"""How fast it is shows in the time; what takes longer than by default is measured all the same."""
+SHARING: Final = (
+    *("--prefetch-deadline=60", "--peer-deadline=2", "--peer-connect=10", "--peer-timeout=10"),
+    *("--watermark=1", "--log-level=warning"),
+)
+"""How fast it is shows in the time: what takes longer than by default is measured all the same."""
 
 
 class Server:
