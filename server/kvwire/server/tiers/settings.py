@@ -8,13 +8,14 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 
 from kvwire.cli import units
 from kvwire.errors import ConfigError
-from kvwire.server.tiers.backends import SCHEMES
+from kvwire.server.tiers.backends import OPTIONS, SCHEMES
 from kvwire.server.tiers.backends.base import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
     from urllib.parse import SplitResult
 
+KNOWN: Final = ("size", "store", "fetch", "name", "endpoint", "region", "timeout")
 STORE: Final = ("all", "evict")
 DEFAULT_NAMES: Final = {
     "file": "disk",
@@ -74,6 +75,7 @@ def read_tier(url: str) -> TierSettings:
         endpoint=take("endpoint", ""),
         region=take("region", ""),
         timeout=_read(take("timeout", "10s"), "timeout", units.parse_duration),
+        options={option: take(option) for option in sorted(OPTIONS[scheme] & query.keys())},
     )
     _no_credentials(place.endpoint)
     if place.timeout <= 0:
@@ -87,7 +89,7 @@ def read_tier(url: str) -> TierSettings:
         fetch=_one_of(take("fetch", "yes"), "fetch", ("yes", "no")) == "yes",
     )
     if query:
-        known = "size, store, fetch, name, endpoint, region, timeout"
+        known = ", ".join((*KNOWN, *sorted(OPTIONS[scheme])))
         raise _bad(f"{scheme}:// does not know {', '.join(sorted(query))}; it knows {known}")
     return settings
 

@@ -30,7 +30,9 @@ PASSWORDS: Final = {"redis": ("REDISCLI_AUTH",), "valkey": ("VALKEYCLI_AUTH", "R
 """Where the programs of each look for the password, too."""
 
 THREADS: Final = 2
-_DENIED: Final = re.compile(r"\b(NOAUTH|WRONGPASS|NOPERM|WRONGTYPE|ERR)\b|PermissionDenied|AuthenticationFailed")
+_DENIED: Final = re.compile(
+    r"\b(NOAUTH|WRONGPASS|NOPERM|WRONGTYPE|ERR)\b|PermissionDenied|AuthenticationFailed"
+)
 
 
 class RedisBackend:
