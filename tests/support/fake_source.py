@@ -52,6 +52,11 @@ class FakeSource:
         self.objects |= {(key, shard) for key in keys for shard in shards} - set(but)
         return self
 
+    async def began(self):
+        """Wait until bytes are asked for."""
+        while not self.begun:  # noqa: ASYNC110 - a test looks from outside
+            await asyncio.sleep(0)
+
     async def find(self, wanted, until):
         self.asked.append(tuple(wanted.masks))
         if self.asking is not None:

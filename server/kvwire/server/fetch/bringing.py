@@ -120,7 +120,8 @@ class Bringing:
     async def _find(self, source: Source, masks: list[int]) -> Found | None:
         wanted = Wanted(self.space, self.keys, masks)
         try:
-            return await asyncio.wait_for(source.find(wanted, self.until), self.until - self.owner.now())
+            async with asyncio.timeout(max(self.until - self.owner.now(), 0)):
+                return await source.find(wanted, self.until)
         except TimeoutError:
             return None
         except Exception:
@@ -188,7 +189,8 @@ class Bringing:
         extents = owner.fills.extents(self.space)
         size = sum(extents[shard % len(extents)] for _, mask in batch for shard in shards_of(mask))
         try:
-            taken = await asyncio.wait_for(owner.budget.take(size), self.until - owner.now())
+            async with asyncio.timeout(max(self.until - owner.now(), 0)):
+                taken = await owner.budget.take(size)
         except TimeoutError:
             return False
         try:
@@ -258,6 +260,7 @@ def _memory(survey: Survey) -> list[int]:
 async def _release(offers: list[Offer]) -> None:
     for offer in offers:
         try:
-            await asyncio.wait_for(offer.found.release(), RELEASE_S)
+            async with asyncio.timeout(RELEASE_S):
+                await offer.found.release()
         except Exception:
             log.exception("%s does not let go", offer.source.name)
