@@ -207,7 +207,7 @@ class TierIndex:
 
     def shrink(self) -> None:
         """Evict until everything fits, as after a start with a smaller capacity."""
-        self._make_room("", 0, NEWEST)
+        self._evict_bytes(self.kept - self.capacity, NEWEST, None, partly=True)
 
     def close_empty_spaces(self) -> None:
         """Manifests that a former run has left alone."""
@@ -218,8 +218,8 @@ class TierIndex:
         """Limits in bytes by tenant (the digest of a salt; "": those without). Evicts what is above."""
         self._quotas = dict(quotas)
         self._recency.watch(self._quotas, self)
-        for tenant in self._quotas:
-            self._make_room(tenant, 0, NEWEST)
+        for tenant, limit in self._quotas.items():
+            self._evict_bytes(self.usage(tenant) - limit, NEWEST, tenant, partly=True)
 
     def usage(self, tenant: str) -> int:
         """Bytes of a tenant's objects, those being written included."""
@@ -263,21 +263,23 @@ class TierIndex:
             return "no room"
         return ""
 
-    def _evict_bytes(self, excess: int, before: int, tenant: str | None) -> bool:
-        """Evict that much, or nothing at all."""
+    def _evict_bytes(self, excess: int, before: int, tenant: str | None, *, partly: bool = False) -> bool:
+        """Evict that much, or nothing at all unless `partly`. False: not that much."""
         victims: list[TierChunk] = []
         while excess > 0:
             victim = self._recency.victim(before, tenant)
             if victim is None:
-                for chunk in victims:
-                    self._recency.offer(chunk)
-                return False
+                break
             victims.append(victim)
             excess -= victim.size
-        for victim in victims:
-            self._remove(victim)
+        if excess > 0 and not partly:
+            for chunk in victims:
+                self._recency.offer(chunk)
+            return False
+        for chunk in victims:
+            self._remove(chunk)
         self.evicted_chunks += len(victims)
-        return True
+        return excess <= 0
 
     def _drop_all(self, chosen: Sequence[TierChunk]) -> tuple[int, int]:
         idle = [chunk for chunk in chosen if chunk.idle]
