@@ -28,10 +28,9 @@ METHODS = [
     for service in file.DESCRIPTOR.services_by_name.values()
     for method in service.methods
 ]
+ADMIN = {"GetStatus", "ListSessions", "ListObjects", "GetQuota", "SetQuota", "Evict"}
 SERVED = [
-    method
-    for method in METHODS
-    if method.containing_service.name == "CacheService" or method.name in {"GetStatus", "ListSessions"}
+    method for method in METHODS if method.containing_service.name == "CacheService" or method.name in ADMIN
 ]
 GARBAGE = (b"\xff" * 40, b"\x0a\xff\xff\xff\xff\x0f", b"\x08", bytes(range(1, 200)))
 MIB = 1 << 20
@@ -254,11 +253,11 @@ def test_bl62_a_lookup_that_is_given_up_holds_nothing(local):
     steps = local.engine.lookup_steps
     going = threading.Event()
 
-    def slow(*args):
+    def slow(*args, **options):
         going.set()
         while going.is_set():
             yield
-        return (yield from steps(*args))
+        return (yield from steps(*args, **options))
 
     local.engine.lookup_steps = slow
     with ThreadPoolExecutor(1) as pool:
