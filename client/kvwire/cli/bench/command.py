@@ -1,4 +1,4 @@
-"""`kvwire bench control | transfer | engine | coordinator | peer`."""
+"""`kvwire bench control | transfer | engine | coordinator | peer | tier`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ times are noise on a machine that does other work.
   kvwire bench transfer --path shm --json
   kvwire bench engine --with-lmcache
   kvwire bench coordinator --quick
-  kvwire bench peer --part transfer"""
+  kvwire bench peer --part transfer
+  kvwire bench tier --json"""
 CONTROL_TEXT = """Ping and lookups against a bare grpc.aio echo of 64 bytes, over a socket file.
 
   kvwire bench control
@@ -86,6 +87,20 @@ that another engine has, with and without peers; real vLLM, as in bench engine. 
 while 0, 10 and 50 % of the directory's placements are not true. restart: until nothing is told of a killed
 server. In full it takes some minutes and 8 GiB of memory, with --quick about one minute."""
 
+TIER_TEXT = """What a server writes below its memory and brings back, against copying files of the same bytes.
+
+  kvwire bench tier
+  kvwire bench tier --folder /mnt/nvme --size 1GiB --json
+  kvwire bench tier --url 's3://bucket/bench?size=10GiB' --url 'redis://host:6379?size=10GiB'
+  kvwire bench tier --key-file key
+
+A client stores a prompt, the server writes it to the tier, its memory is cleared, a lookup brings it back;
+every byte is compared. The yardstick copies the same bytes file to file on the same file system, one thread,
+before and after. All files are in the page cache and nothing is synced on either side: it is the software
+that is compared, not a disk. A write counts from its first byte to its last: the server begins when no client
+has moved bytes for a quarter of a second. Other stores (--url, as in --l2, credentials from the environment)
+are compared with the same file copies."""
+
 command = command_app("bench", TEXT)
 control_app = command_app("control", CONTROL_TEXT)
 transfer_app = command_app("transfer", TRANSFER_TEXT)
@@ -97,6 +112,8 @@ coordinator_app = command_app("coordinator", COORDINATOR_TEXT)
 command.command(coordinator_app)
 peer_app = command_app("peer", PEER_TEXT)
 command.command(peer_app)
+tier_app = command_app("tier", TIER_TEXT)
+command.command(tier_app)
 
 SEVERAL: dict[str, Any] = {"negative_iterable": (), "show_default": False}
 Json = Annotated[bool, Parameter(help="Print one JSON object, for programs.", negative=())]
@@ -279,6 +296,40 @@ def peer(
         render.print_json(found)
     else:
         show.table(found)
+    return 0
+
+
+@tier_app.default
+def tier(
+    *,
+    folder: Annotated[
+        str, Parameter(help="Where the files lie. Default: the temporary folder.", show_default=False)
+    ] = "",
+    url: Annotated[tuple[str, ...], Parameter(help="More stores, as in --l2.", **SEVERAL)] = (),
+    size: Annotated[tuple[str, ...], Parameter(help="Sizes to move, multiples of 32MiB.", **SEVERAL)] = (),
+    rounds: Annotated[int, Parameter(help="Counted rounds. 0: by size.")] = 0,
+    key_file: Annotated[
+        str, Parameter(help="Encrypt at rest, as --l2-key-file does.", show_default=False)
+    ] = "",
+    json: Json = False,
+    quick: Quick = False,
+) -> int:
+    from kvwire.cli.bench import tier as bench
+
+    plan = bench.Plan(
+        sizes=[parsed_size(text) for text in size] or (bench.SIZES[:1] if quick else bench.SIZES),
+        urls=url,
+        folder=folder,
+        key_file=key_file,
+        rounds=rounds or (2 if quick else 0),
+        warmup=1 if quick else 2,
+    )
+    with report.progress("kvwire bench tier") as tell:
+        found = bench.run(plan, tell)
+    if json:
+        render.print_json(found)
+    else:
+        report.print_tier(found)
     return 0
 
 

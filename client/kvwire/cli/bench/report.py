@@ -57,6 +57,18 @@ def print_transfer(found: dict[str, Any]) -> None:
     render.print_rows((*columns, "#store GB/s", "#retrieve GB/s", "#memcpy GB/s", ""), rows)
 
 
+def print_tier(found: dict[str, Any]) -> None:
+    rows = []
+    for store, sizes in found["stores"].items():
+        for size, each in sizes.items():
+            ratios = [f"{each[name]:.2f}" for name in ("write_vs_file_copy", "read_vs_file_copy")]
+            speeds = [each[name] for name in ("write_gb_s", "read_gb_s", "file_copy_gb_s")]
+            rows.append((store, size, *ratios, *speeds, "every byte compared"))
+    columns = ("store", "#size", "#write vs file copy", "#read vs file copy")
+    title = "encrypted at rest" if found["encrypted"] else ""
+    render.print_rows((*columns, "#write GB/s", "#read GB/s", "#file copy GB/s", ""), rows, title=title)
+
+
 def print_engine(found: dict[str, Any]) -> None:
     base, reused = found["ttft_ms"]["without"], found["reused_tokens"]
     rows = [
