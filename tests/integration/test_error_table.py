@@ -12,7 +12,6 @@ import pytest
 from kvwire.client.status import from_status, item_error, to_item_error, to_status
 from kvwire.errors import ERRORS
 from kvwire.server.binding import Binder
-from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import cache_service_pb2 as pb
 from kvwire.v1 import error_reason_pb2, layout_pb2, transfer_pb2
 from support.local_server import local_server
@@ -210,7 +209,7 @@ class Scenarios:
         return of_item(result.error)
 
     def not_served(self):
-        return call_error(self.fresh.admin.Evict, admin.EvictRequest())
+        return call_error(self.fresh.stub.MatchBlend, pb.CacheServiceMatchBlendRequest())
 
 
 def break_binder(local):

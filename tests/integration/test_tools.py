@@ -38,6 +38,7 @@ REFUSED = {
     "Unpin": "INVALID_FIELD",
     "SetQuota": "INVALID_FIELD",
     "Evict": "INVALID_FIELD",
+    "Prefetch": "INVALID_FIELD",
 }
 STREAMS = {"SubscribeKvEvents"}
 """It stays open until it is cut off, as is seen elsewhere."""
@@ -45,7 +46,6 @@ NOT_SERVED = {
     "kvwire.v1.CacheService/MatchBlend",
     "kvwire.v1.PeerService/LookupAndLease",
     "kvwire.v1.PeerService/ReleaseLease",
-    "kvwire.v1.AdminService/Prefetch",
 }
 
 

@@ -169,6 +169,8 @@ def _lookup_result(reply: pb.LookupResponse, sent: float) -> types.LookupResult:
         hit_tokens=reply.hit_tokens,
         lease_id=reply.lease_id,
         expires_at=sent + _seconds(reply.expires_in),
+        l2_chunks=reply.l2_chunks,
+        peer_chunks=reply.peer_chunks,
     )
 
 

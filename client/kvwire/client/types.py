@@ -125,13 +125,15 @@ class AttachEvent:
 
 @dataclass(frozen=True, slots=True)
 class LookupResult:
-    """`lease_id` 0: nothing is leased."""
+    """`lease_id` 0: nothing is leased. `l2_chunks`, `peer_chunks`: of the hit, brought for this lookup."""
 
     asked_chunks: int
     hit_chunks: int
     hit_tokens: int
     lease_id: int
     expires_at: float
+    l2_chunks: int = 0
+    peer_chunks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

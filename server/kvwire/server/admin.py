@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.errors import InvalidArgument
 from kvwire.server import convert
+from kvwire.server.fetch.service import prefetch
 from kvwire.server.pinning import selected_keys
 from kvwire.server.statusview import status_reply
-from kvwire.server.unserved import not_served
 from kvwire.serving.tenants import digest_wanted, tenant_name
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, event_pb2
@@ -132,7 +132,10 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
             ],
         )
 
-    Prefetch: Any = not_served("Prefetch")
+    async def Prefetch(self, request: admin.PrefetchRequest, context: Any) -> admin.PrefetchResponse:
+        reply = await prefetch(self._core, request, context)
+        _audit(context, "prefetch", chunks=reply.asked_chunks, resident=reply.resident_chunks)
+        return reply
 
     async def _selected(self, selector: admin.PromptSelector) -> tuple[bytes, ...]:
         core = self._core

@@ -136,6 +136,9 @@ class CacheServer:
                 rejected=core.guard.rejected,
                 task_deaths=core.supervisor.deaths,
                 draining=core.guard.draining,
+                fetched=core.prefetcher.counters,
+                fetches=core.prefetcher.under_way,
+                fetching_bytes=core.prefetcher.budget.used,
                 **core.fleet.facts(),
             )
 

@@ -59,7 +59,7 @@ if TYPE_CHECKING:
         StoreGrant,
         StoreItem,
     )
-    from kvwire.server.store import ObjectRef, StoreListener
+    from kvwire.server.store import ObjectRef, Space, StoreListener
 
 
 def make_store(
@@ -326,6 +326,10 @@ class CacheEngine:
     def evict_to(self, fraction: float, max_chunks: int = 256) -> int:
         """Evict up to `max_chunks` until that fraction of the memory is in use. Returns the freed bytes."""
         return self.store.evict_to(int(self.store.allocator.capacity * fraction), max_chunks)
+
+    def space_of(self, namespace: Namespace) -> Space | None:
+        """The space of a namespace, None while nobody has registered its layout. Needs a bound chunk size."""
+        return self._state.spaces.open(namespace, self._state.require_chunk_size())
 
     def clear(self, namespace: Namespace | None = None) -> tuple[int, int]:
         """Drop what no lease holds, of one model if given. Returns (chunks dropped, chunks kept)."""

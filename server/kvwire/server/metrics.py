@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
+from kvwire.server.fetch.prefetcher import FetchCounters
+from kvwire.server.fetch.source import Origin
 from kvwire.serving.metrics import Metric, RpcMetrics, counter, gauge, program_registry
 
 if TYPE_CHECKING:
@@ -12,7 +14,7 @@ if TYPE_CHECKING:
 
     from prometheus_client import CollectorRegistry
 
-    from kvwire.server.status import EngineStatus
+    from kvwire.server.status import EngineCounters, EngineStatus
 
 OPEN_STREAMS: Final = frozenset({"Attach", "SubscribeKvEvents"})
 """Held open for a client's life: counted when they end, without a duration."""
@@ -36,6 +38,18 @@ class ServerState:
     journal_batches: int = 0
     journal_bytes: int = 0
     dropped_batches: int = 0
+    fetched: FetchCounters = field(default_factory=FetchCounters)
+    fetches: int = 0
+    fetching_bytes: int = 0
+
+
+def _hits(counters: EngineCounters) -> dict[str, float]:
+    below, elsewhere = counters.l2_hit_tokens, counters.peer_hit_tokens
+    return {
+        Origin.MEMORY: counters.hit_tokens - below - elsewhere,
+        Origin.L2: below,
+        Origin.PEER: elsewhere,
+    }
 
 
 SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
@@ -58,14 +72,43 @@ SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
     ),
     counter(
         "kvwire_lookup_hit_tokens_total",
-        "Tokens found, by tier, counted at the lookup.",
-        lambda s: {"memory": s.engine.counters.hit_tokens},
+        "Tokens found, by where they were found, counted at the lookup.",
+        lambda s: _hits(s.engine.counters),
         "tier",
     ),
     counter(
         "kvwire_lookup_missed_tokens_total",
-        "Tokens not found in any tier.",
+        "Tokens not found anywhere.",
         lambda s: s.engine.counters.miss_tokens,
+    ),
+    counter(
+        "kvwire_fetched_objects_total",
+        "Objects brought into memory, by where they came from.",
+        lambda s: s.fetched.objects,
+        "origin",
+    ),
+    counter(
+        "kvwire_fetched_bytes_total",
+        "Bytes brought into memory, by where they came from.",
+        lambda s: s.fetched.bytes,
+        "origin",
+    ),
+    counter(
+        "kvwire_fetch_failed_objects_total",
+        "Objects that were found somewhere and could not be brought.",
+        lambda s: s.fetched.failed_objects,
+        "origin",
+    ),
+    counter(
+        "kvwire_fetch_faults_total",
+        "Errors of this program while something was brought; its log tells more.",
+        lambda s: s.fetched.faults,
+    ),
+    gauge("kvwire_fetches", "Prompts that something is being brought for.", lambda s: s.fetches),
+    gauge(
+        "kvwire_fetching_bytes",
+        "Bytes on their way into memory, as allocated.",
+        lambda s: s.fetching_bytes,
     ),
     counter(
         "kvwire_stored_bytes_total",

@@ -187,6 +187,8 @@ def _counters(counters: EngineCounters) -> admin.CacheCounters:
         lookups=counters.lookups,
         asked_tokens=counters.asked_tokens,
         hit_tokens=counters.hit_tokens,
+        l2_hit_tokens=counters.l2_hit_tokens,
+        peer_hit_tokens=counters.peer_hit_tokens,
         stored_objects=counters.stored_objects,
         retrieved_objects=counters.retrieved_objects,
         aborted_slots=counters.aborted_slots,

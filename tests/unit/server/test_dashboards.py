@@ -11,6 +11,7 @@ import yaml
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvwire.server.fetch.prefetcher import FetchCounters
 from kvwire.server.messages import LeaseKind
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.status import EngineCounters, EngineStatus, L1Status
@@ -37,7 +38,12 @@ def exported():
     )
     rpcs = RpcMetrics(OPEN_STREAMS)
     rpcs("Lookup", "OK", 0.1)
-    state = ServerState(engine, registered={"coordinator:1": True}, reporting={"coordinator:1": True})
+    state = ServerState(
+        engine,
+        registered={"coordinator:1": True},
+        reporting={"coordinator:1": True},
+        fetched=FetchCounters({"l2": 1}, {"l2": 1}, {"l2": 1}),
+    )
     registry = server_registry(rpcs, lambda: state, version="1", server_id="a")
     families = {}
     for family in text_string_to_metric_families(generate_latest(registry).decode()):

@@ -4,6 +4,7 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvwire.server.fetch.prefetcher import FetchCounters
 from kvwire.server.messages import LeaseKind
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.status import EngineCounters, EngineStatus, L1Status
@@ -62,6 +63,8 @@ def test_state_of_the_engine():
         lookups=10,
         asked_tokens=5120,
         hit_tokens=3328,
+        l2_hit_tokens=1024,
+        peer_hit_tokens=256,
         miss_tokens=1792,
         stored_bytes={"shm": 10, "inline": 2},
         failures={"LEASE_LOST": 4},
@@ -69,11 +72,11 @@ def test_state_of_the_engine():
     found = scrape(engine=engine, calls_in_flight=5, rejected=6, task_deaths=1, draining=True)
     asked = found["kvwire_lookup_asked_tokens_total", ""]
     assert asked == 5120
-    assert (
-        found["kvwire_lookup_hit_tokens_total", "tier=memory"]
-        + found["kvwire_lookup_missed_tokens_total", ""]
-        == asked
-    )
+    hits = {
+        tier: found["kvwire_lookup_hit_tokens_total", f"tier={tier}"] for tier in ("memory", "l2", "peer")
+    }
+    assert hits == {"memory": 2048, "l2": 1024, "peer": 256}
+    assert sum(hits.values()) + found["kvwire_lookup_missed_tokens_total", ""] == asked
     assert found["kvwire_stored_bytes_total", "path=shm"] == 10
     assert found["kvwire_failures_total", "reason=LEASE_LOST"] == 4
     assert found["kvwire_leases", "kind=lookup"] == 2
@@ -84,6 +87,17 @@ def test_state_of_the_engine():
     assert found["kvwire_draining", ""] == 1
     assert found["kvwire_build_info", "server_id=host-1,version=1.2.3"] == 1
     assert found["process_resident_memory_bytes", ""] > 0
+
+
+def test_what_is_brought_into_memory():
+    counters = FetchCounters({"l2": 3, "peer": 1}, {"l2": 300}, {"peer": 2}, faults=1)
+    found = scrape(fetched=counters, fetches=4, fetching_bytes=1000)
+    assert found["kvwire_fetched_objects_total", "origin=l2"] == 3
+    assert found["kvwire_fetched_bytes_total", "origin=l2"] == 300
+    assert found["kvwire_fetch_failed_objects_total", "origin=peer"] == 2
+    assert found["kvwire_fetch_faults_total", ""] == 1
+    assert found["kvwire_fetches", ""] == 4
+    assert found["kvwire_fetching_bytes", ""] == 1000
 
 
 def test_the_fleet_by_coordinator():

@@ -22,11 +22,13 @@ if TYPE_CHECKING:
     from kvwire.client import Client, LookupResult
     from kvwire.v1 import namespace_pb2
 
-TEXT = """How much of a prompt has a server cached? Only looks: no session, no lease, no hit counted.
+TEXT = """How much of a prompt has a server in memory? Only looks: no session, no lease, no hit counted.
 
   kvwire lookup --tokens 1,2,3,4
   kvwire lookup --tokens-file prompt.json --model my-model
   kvwire lookup --text "Once upon a time" --tokenizer ./my-model
+
+Nothing is brought from lower tiers or other servers: `kvwire prefetch` does that.
 
 The prompt is token ids; with --text a tokenizer makes them (a folder or a tokenizer.json, read by the package
 `tokenizers`). The namespace is taken from the server when exactly one is registered there, or one of that

@@ -107,7 +107,7 @@ def _traffic(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
     told = f"{counters.lookups}"
     if counters.asked_tokens:
         share = counters.hit_tokens / counters.asked_tokens
-        told += f", {share:.1%} of {counters.asked_tokens} tokens found"
+        told += f", {share:.1%} of {counters.asked_tokens} tokens found{_origins(counters)}"
     yield "lookups", told
     for path in render.plain(counters)["paths"]:
         stored, read = units.format_size(path["stored_bytes"]), units.format_size(path["retrieved_bytes"])
@@ -117,6 +117,15 @@ def _traffic(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
         yield "evicted", f"{counters.evicted_chunks} chunks, {units.format_size(counters.evicted_bytes)}"
     if counters.expired_leases:
         yield "expired", f"{counters.expired_leases} leases"
+
+
+def _origins(counters: admin.CacheCounters) -> str:
+    """Where what was found came from, unless all of it was in memory."""
+    below, elsewhere = counters.l2_hit_tokens, counters.peer_hit_tokens
+    if not below and not elsewhere:
+        return ""
+    memory = counters.hit_tokens - below - elsewhere
+    return f" ({memory} in memory, {below} in lower tiers, {elsewhere} at other servers)"
 
 
 def _events(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:

@@ -66,6 +66,7 @@ class Bringing:
         self.until = until
         self.origins: dict[int, Origin] = {}
         self.over = False
+        self.short_of_room = False
         self._tokens = tokens
         # What each source has failed to give, by chunk.
         self._failed: dict[str, dict[int, int]] = {}
@@ -156,6 +157,7 @@ class Bringing:
             fills.extents(self.space),
             fills.room(self.space, self.keys),
         )
+        self.short_of_room |= plan.cut
         if plan.boundary <= longest_boundary(shards, survey.resident):
             return
         fills.keep_resident(self.hold, self.space, self.keys, plan.needs)
@@ -206,6 +208,7 @@ class Bringing:
                     owner.tell(stored, None)
         finally:
             owner.budget.give(taken)
+        self.short_of_room |= fill.full
         return not fill.full
 
     async def _fetch(self, offers: list[Offer], plan: Plan, fill: Fill) -> None:

@@ -28,13 +28,14 @@ class Plan:
     """`needs[i]` is what `boundary` leans on of chunk i, `gives[s][i]` what source s brings of it.
 
     What a boundary needs and no source brings is in memory, or on its way there. `size` is in bytes as
-    allocated.
+    allocated. `cut`: a longer one has no room.
     """
 
     boundary: int
     needs: Sequence[int]
     gives: Sequence[Sequence[int]]
     size: int
+    cut: bool = False
 
 
 def make_plan(
@@ -52,13 +53,15 @@ def make_plan(
     together = [_union(masks) for masks in zip(memory, *offers, strict=True)]
     sizes = _Sizes(shards, extents)
     limit = len(together)
+    cut = False
     while True:
         boundary = longest_boundary(shards, together[:limit])
         needs = needed_shards(shards, boundary)
         lacking = [need & ~there for need, there in zip(needs, memory, strict=False)]
         size = sum(map(sizes.of, lacking))
         if size <= room:
-            return Plan(boundary, needs, _assign(lacking, offers), size)
+            return Plan(boundary, needs, _assign(lacking, offers), size, cut)
+        cut = True
         full = accumulate(sizes.of(mask & shards.full_mask) for mask in lacking)
         limit = min(boundary - 1, bisect_right(list(full), room))
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from kvwire.server.fetch.bringing import Waiter
-    from kvwire.server.fetch.fills import Fills, Hold
+    from kvwire.server.fetch.fills import Fills
     from kvwire.server.fetch.source import Source
     from kvwire.server.store import Space, StoredObject
 
@@ -61,12 +61,17 @@ class FetchLimits:
 
 
 class Brought:
-    """What came for one prompt, by chunk. It stays in memory until `release`."""
+    """What came for one prompt, by chunk. It stays in memory until `release`.
 
-    def __init__(self, fills: Fills, hold: Hold, origins: Mapping[int, Origin]) -> None:
+    `late`: more was on its way when the time was up. `short_of_room`: more could have come.
+    """
+
+    def __init__(self, fills: Fills, bringing: Bringing, late: bool) -> None:
         self._fills = fills
-        self._hold = hold
-        self.origins = origins
+        self._hold = bringing.hold
+        self.origins: Mapping[int, Origin] = bringing.origins
+        self.late = late
+        self.short_of_room = bringing.short_of_room
 
     @property
     def l2_chunks(self) -> int:
@@ -125,8 +130,10 @@ class Prefetcher:
         """
         hold = self.fills.hold()
         bringing = Bringing(self, space, list(keys), tokens, hold, until)
-        answer = asyncio.get_running_loop().create_future()
-        if self.active:
+        answer: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        if not self.active:
+            answer.set_result(None)
+        else:
             self._start(bringing, answer)
             try:
                 await asyncio.wait({answer}, timeout=max(until - self.now(), 0))
@@ -135,7 +142,7 @@ class Prefetcher:
                 raise
             finally:
                 bringing.over = True
-        return Brought(self.fills, hold, bringing.origins)
+        return Brought(self.fills, bringing, late=not answer.done())
 
     def tell(self, stored: StoredObject, origin: Origin | None) -> None:
         """Tell who waits for it that an object has come, or will not."""

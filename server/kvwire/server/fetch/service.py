@@ -4,6 +4,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
+from kvwire.errors import DeadlineExceeded, KvwireError, ObjectNotFound, OutOfSpace
+from kvwire.server import convert
+from kvwire.server.fetch.planning import origins_of
+from kvwire.server.fetch.source import Origin
+from kvwire.server.pinning import selected_keys
+from kvwire.v1 import admin_service_pb2 as admin
+
 if TYPE_CHECKING:
     from kvwire.server.core import Core
     from kvwire.server.fetch.prefetcher import Brought
@@ -11,6 +18,8 @@ if TYPE_CHECKING:
 
 MARGIN_S: Final = 0.2
 """Kept of a call's deadline for the reply."""
+PREFETCH_S: Final = 30.0
+"""How long an operator's call waits that has no deadline."""
 
 
 async def bring(core: Core, lacking: Lacking, context: Any) -> Brought:
@@ -23,5 +32,52 @@ async def bring(core: Core, lacking: Lacking, context: Any) -> Brought:
     return brought
 
 
+async def prefetch(core: Core, request: admin.PrefetchRequest, context: Any) -> admin.PrefetchResponse:
+    """Bring a prompt into memory. Nothing holds it there."""
+    chunk_size = core.binding.require()
+    keys = await selected_keys(request.selector, chunk_size, core.config)
+    namespace = convert.namespace(request.selector.namespace)
+    reply = admin.PrefetchResponse(header=core.header, asked_chunks=len(keys))
+    core.absorb()
+    space = core.engine.space_of(namespace)
+    if space is None:
+        reply.error.CopyFrom(convert.item_error(_unknown_layout()))
+        return reply
+    before = core.engine.store.find(space, keys).boundary
+    if before == len(keys):
+        reply.resident_chunks = before
+        return reply
+    seconds = _patience(context.time_remaining(), PREFETCH_S)
+    prefetcher = core.prefetcher
+    tokens = request.selector.tokens
+    brought = await prefetcher.bring(space, keys, tokens, prefetcher.now() + seconds)
+    try:
+        core.absorb()
+        hit = core.engine.store.find(space, keys)
+        origins = origins_of(hit, before, brought.origins)
+    finally:
+        brought.release()
+    reply.resident_chunks = hit.boundary
+    reply.l2_chunks, reply.peer_chunks = origins[Origin.L2], origins[Origin.PEER]
+    if hit.boundary < len(keys):
+        reply.error.CopyFrom(convert.item_error(_shortfall(core, brought, len(keys) - hit.boundary)))
+    return reply
+
+
 def _patience(remaining: float | None, limit: float) -> float:
     return limit if remaining is None else max(0.0, min(limit, remaining - MARGIN_S))
+
+
+def _unknown_layout() -> KvwireError:
+    return ObjectNotFound("No engine has registered the KV layout of this namespace here.")
+
+
+def _shortfall(core: Core, brought: Brought, lacking: int) -> KvwireError:
+    if brought.late:
+        return DeadlineExceeded(f"{lacking} chunks were not there in time; what is under way goes on.")
+    if brought.short_of_room:
+        capacity = core.engine.store.allocator.capacity
+        return OutOfSpace(f"{lacking} chunks more have no room in memory.", capacity=capacity)
+    return ObjectNotFound(
+        f"{lacking} chunks are neither here nor anywhere below, or cannot be had from there."
+    )
