@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from support.local_server import MIB, local_server
 from support.raw_client import OBJECT_BYTES, RawClient, content, tokens
 from support.server_process import server_process
 from support.waiting import eventually
@@ -57,3 +60,106 @@ def test_bl49_a_killed_server_finds_what_it_has_written(short_tmp):
         (tier,) = client.status().tiers
         assert tier.used_bytes == sum(files(folder).values()) == 6 * STORED + MANIFEST
         assert (tier.read_objects, tier.failed_reads, tier.damaged_objects) == (6, 0, 0)
+
+
+def only(client: RawClient):
+    (tier,) = client.status().tiers
+    return tier
+
+
+def check(server, folder=None) -> None:
+    """All accounting agrees, and with the folder once nothing is under way."""
+    server.check()
+    (tier,) = server.core.tiers.tiers
+    server.run(tier.index.check_integrity)
+    if folder is not None:
+        eventually(lambda: not tier.index.doomed)
+        assert server.run(lambda: tier.index.used) == sum(files(folder).values())
+
+
+@pytest.mark.parametrize("policy", ["lru", "arc", "tenant"])
+def test_bl52_what_leaves_memory_is_written_first(short_tmp, policy):
+    folder = short_tmp / "kv"
+    with local_server(short_tmp, l2=(tier_of(folder, store="evict"),), policy=policy, l1_size=MIB) as server:
+        client = RawClient(server.channel()).register("inline")
+        for seed in range(8):
+            client.store(f"s{seed}", tokens(5, seed))
+        assert only(client).skipped_objects == 0
+        assert only(client).objects >= 8 * 5 - 16
+        for seed in range(8):
+            packed = tokens(5, seed)
+            assert client.retrieve(f"s{seed}", packed) == [content(key) for key in client.keys(packed)]
+        assert (only(client).skipped_objects, only(client).failed_reads) == (0, 0)
+        assert server.status().l1.used_bytes <= MIB
+        check(server, folder)
+
+
+def test_nothing_is_written_before_it_has_to_leave(short_tmp):
+    with local_server(short_tmp, l2=(tier_of(short_tmp / "kv", store="evict"),), l1_size=MIB) as server:
+        client = RawClient(server.channel()).register("inline")
+        client.store("s", tokens(5))
+        for _ in range(3):
+            server.sweep()
+        assert only(client).objects == 0
+        # In the background from the watermark on.
+        client.store("t", tokens(8, seed=1))
+        client.store("u", tokens(2, seed=2))
+        eventually(lambda: only(client).objects and server.status().l1.used_bytes <= 0.95 * MIB)
+        assert client.hits(tokens(8, seed=1)) == 8
+
+
+def test_bl52_a_storage_that_fails_holds_no_store_up(short_tmp):
+    folder = short_tmp / "kv"
+    with local_server(short_tmp, l2=(tier_of(folder, store="evict"),), l1_size=MIB) as server:
+        client = RawClient(server.channel()).register("inline")
+        folder.chmod(0o500)
+        (folder / ".unfinished").rename(short_tmp / "unfinished")
+        folder.chmod(0o700)
+        (folder / ".unfinished").write_text("in the way")
+        for seed in range(8):
+            assert client.store(f"s{seed}", tokens(5, seed)) == 5
+        assert client.hits(tokens(5, 7)) == 5
+        tier = only(client)
+        assert tier.objects == 0
+        assert tier.skipped_objects + tier.failed_writes >= 8 * 5 - 16
+        assert "cannot be written to" in tier.problem
+        (folder / ".unfinished").unlink()
+        server.sweep()
+        eventually(lambda: not only(client).problem)
+        check(server, folder)
+
+
+def test_bl52_a_restore_evicts_what_it_needs_to(short_tmp):
+    with local_server(short_tmp, l2=(tier_of(short_tmp / "kv"),), l1_size=28 * OBJECT_BYTES) as server:
+        client = RawClient(server.channel()).register("inline")
+        client.store("a", tokens(11))
+        written(client, 11)
+        server.run(server.engine.clear)
+        client.store("b", tokens(18, seed=1))
+        reply = client.lookup("a", tokens(11))
+        assert (reply.hit_chunks, reply.l2_chunks) == (11, 11)
+        assert client.hits(tokens(18, seed=1)) == 17
+
+
+def test_a_stopped_server_has_written_what_waited(short_tmp):
+    folder = short_tmp / "kv"
+    flags = {"l2": (tier_of(folder),), "server_id": "a", "drain": 5.0}
+    with local_server(short_tmp, **flags) as server:
+        client = RawClient(server.channel()).register("shm")
+        client.store("s", tokens(5))
+    with local_server(short_tmp, **flags) as server:
+        client = RawClient(server.channel()).register("inline")
+        assert client.retrieve("s", tokens(5)) == [content(key) for key in client.keys(tokens(5))]
+        check(server, folder)
+
+
+def test_a_stopped_server_writes_what_it_holds_under_the_policy_evict(short_tmp):
+    flags = {"l2": (tier_of(short_tmp / "kv", store="evict"),), "server_id": "a", "drain": 5.0}
+    with local_server(short_tmp, **flags) as server:
+        client = RawClient(server.channel()).register("shm")
+        client.store("s", tokens(5))
+        assert only(client).objects == 0
+    with local_server(short_tmp, **flags) as server:
+        client = RawClient(server.channel()).register("inline")
+        reply = client.lookup("s", tokens(5))
+        assert (reply.hit_chunks, reply.l2_chunks) == (5, 5)

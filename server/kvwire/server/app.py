@@ -187,7 +187,7 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
     )
     binding = ChunkSizeBinding(config.chunk_size, config.max_chunk_size, binders)
     sealer = Sealer(arena.view, engine.set_checksum)
-    tiers.attach(store, arena.view, sealer)
+    tiers.attach(store, arena.view, sealer, config.watermark)
     core = Core(
         config=config,
         allocator=allocator,
@@ -210,6 +210,7 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         matcher=matcher,
         blending=Blending(matcher, store, server_id, incarnation) if matcher is not None else None,
     )
+    core.prefetcher.make_way = tiers.make_way
     for source in tiers.sources:
         core.prefetcher.add(source)
     return core

@@ -147,7 +147,7 @@ class Core:
             self.left(registration_id)
         self.settle()
         self._free_dead_owners()
-        self.engine.evict_to(self.config.watermark)
+        self.engine.evict_to(1.0 if self.tiers.keeps_below_watermark() else self.config.watermark)
 
     def left(self, registration_id: int) -> None:
         """A registration has ended, whatever the reason."""

@@ -168,7 +168,7 @@ class CacheService(cache_service_pb2_grpc.CacheServiceServicer):
         return cache.EndSessionResponse(header=core.header, ended=ended)
 
     async def BeginStore(self, request: cache.BeginStoreRequest, context: Any) -> cache.BeginStoreResponse:
-        return self._transfers.begin_store(request)
+        return await self._transfers.begin_store(request, context.time_remaining())
 
     async def CommitStore(self, request: cache.CommitStoreRequest, context: Any) -> cache.CommitStoreResponse:
         return await self._transfers.commit_store(request, context.time_remaining())

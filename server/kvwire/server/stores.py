@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from kvwire.errors import InvalidArgument, KvwireError, OutOfSpace, RangeInvalid
 from kvwire.keys import TOKEN_BYTES
 from kvwire.server.leases import WriteLease
-from kvwire.server.messages import CommitResult, EndReason, SlotGrant, SlotState, StoreGrant
+from kvwire.server.messages import CommitResult, EndReason, SessionRange, SlotGrant, SlotState, StoreGrant
 from kvwire.server.store import ObjectState
 from kvwire.server.targets import plan_objects
 
@@ -37,6 +37,19 @@ class Stores:
     def __init__(self, state: EngineState, targets: Targets) -> None:
         self._state = state
         self._targets = targets
+
+    def demand(self, registration: Registration, items: Sequence[StoreItem]) -> int:
+        """Bytes that `begin` would need if nothing of it were there."""
+        rounded = self._state.store.allocator.rounded
+        sizes = [rounded(size) for size in registration.shards.object_bytes]
+        need = 0
+        for item in items:
+            target = item.target
+            count = target.chunk_count if isinstance(target, SessionRange) else len(target.keys)
+            need += 0 if item.ranges else count * sum(sizes)
+            for part in item.ranges:
+                need += part.chunk_count * (sizes[part.group_index] if part.group_index < len(sizes) else 0)
+        return need
 
     def begin(
         self, registration: Registration, items: Sequence[StoreItem], now: float

@@ -33,12 +33,17 @@ class Transfers:
         self._core = core
         self._engine = core.engine
 
-    def begin_store(self, request: cache.BeginStoreRequest) -> cache.BeginStoreResponse:
+    async def begin_store(
+        self, request: cache.BeginStoreRequest, remaining: float | None
+    ) -> cache.BeginStoreResponse:
         core = self._core
         path = self._transfer_path(request.registration_id)
         check_batch("items", request.items, core.config)
         check_chunks(request.items, self._groups(request.registration_id), core.config)
         items = [convert.store_item(item, core.config) for item in request.items]
+        if core.tiers:
+            need = self._engine.store_demand(request.registration_id, items)
+            await core.tiers.make_way(need, core.now() + (remaining or MARGIN_S) - MARGIN_S)
         core.absorb()
         grants = self._engine.begin_store(request.registration_id, items, core.now())
         reply = cache.BeginStoreResponse(header=core.header)

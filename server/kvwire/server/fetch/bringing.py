@@ -196,6 +196,8 @@ class Bringing:
         except TimeoutError:
             return False
         try:
+            if owner.make_way is not None:
+                await owner.make_way(size, self.until)
             if self.over:
                 return False
             fill = owner.fills.begin(self.space, self.keys[: plan.boundary], batch)

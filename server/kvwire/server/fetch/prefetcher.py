@@ -13,7 +13,7 @@ from kvwire.server.fetch.budget import Budget
 from kvwire.server.fetch.source import Origin
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Awaitable, Callable, Mapping, Sequence
 
     from kvwire.server.fetch.bringing import Waiter
     from kvwire.server.fetch.fills import Fills
@@ -101,6 +101,7 @@ class Prefetcher:
         self.limits = limits or FetchLimits()
         self.now = now
         self.sources: list[Source] = []
+        self.make_way: Callable[[int, float], Awaitable[None]] | None = None
         self.counters = FetchCounters()
         self.budget = Budget(self.limits.flight_bytes)
         self.waiters: dict[StoredObject, list[Waiter]] = {}

@@ -11,6 +11,7 @@ from kvwire.server.tiers.backends import make_backend
 from kvwire.server.tiers.crypt import read_vault
 from kvwire.server.tiers.settings import read_tiers
 from kvwire.server.tiers.source import TierSource
+from kvwire.server.tiers.spilling import Spiller
 from kvwire.server.tiers.threads import Threads
 from kvwire.server.tiers.tier import Tier
 from kvwire.server.tiers.writer import Saving, Writer
@@ -30,6 +31,8 @@ L2: Final = 2
 """As `kvwire.v1.StorageTier`."""
 START_S: Final = 5.0
 """How long a start waits for the tiers, together. What takes longer goes on beside the serving."""
+MAKE_WAY_S: Final = 0.5
+"""How long a store or a fetch waits at most until what makes room for it has been written."""
 LOOK_S: Final = 0.01
 
 
@@ -71,20 +74,29 @@ class Tiers:
         self._events = events
         self._threads = threads
         self._writers: list[Writer] = []
+        self._spiller: Spiller | None = None
         self._sealer: Sealer | None = None
+        self._store: L1Store | None = None
 
     def __len__(self) -> int:
         return len(self.tiers)
 
-    def attach(self, store: L1Store, view: Callable[[int, int], memoryview], sealer: Sealer) -> None:
-        """Write what this store holds from now on, and bring back to it what it lacks."""
-        self._sealer = sealer
+    def attach(
+        self, store: L1Store, view: Callable[[int, int], memoryview], sealer: Sealer, watermark: float
+    ) -> None:
+        """Write what this store holds or loses from now on, and bring back to it what it lacks."""
+        self._store, self._sealer = store, sealer
+        spilled: list[Saving] = []
         for tier, events in zip(self.tiers, self._events, strict=True):
             saving = Saving(tier, store, view)
             if tier.settings.store == "all":
                 self._writers.append(Writer(saving, sealer.quiet))
+            else:
+                spilled.append(saving)
             if tier.settings.fetch:
                 self.sources.append(TierSource(tier, store.policy.stamps, events.on_used))
+        if spilled:
+            self._spiller = Spiller(spilled, store, sealer, watermark)
         store.on_sealed = self.sealed
 
     async def start(self, supervisor: Supervisor) -> None:
@@ -94,6 +106,33 @@ class Tiers:
             supervisor.start(f"L2 {tier.name}", tier.run())
         for writer in self._writers:
             supervisor.start(f"L2 {writer.tier.name} writer", writer.run())
+        if self._spiller is not None:
+            supervisor.start("L2 spiller", self._spiller.run())
+
+    def keeps_below_watermark(self) -> bool:
+        """Whether eviction in the background is done here, after writing; this sets it to work."""
+        if self._spiller is None:
+            return False
+        self._spiller.poke()
+        return True
+
+    async def make_way(self, size: int, until: float) -> None:
+        """Before so many bytes are needed in memory: write first what would go, and wait for what is held
+        because it is being written. As far as it goes until then (monotonic seconds), and at most a moment.
+        """
+        store = self._store
+        if store is None or not self.tiers or size <= store.allocator.free_bytes:
+            return
+        until = min(until, time.monotonic() + MAKE_WAY_S)
+        if self._spiller is not None:
+            self._spiller.poke()
+            await self._spiller.make_way(size, until)
+        while (  # noqa: ASYNC110 - several may let go
+            store.allocator.free_bytes + store.evictable_bytes < size
+            and any(writer.busy for writer in self._writers)
+            and time.monotonic() < until
+        ):
+            await asyncio.sleep(LOOK_S)
 
     async def flush(self, until: float) -> None:
         """Write what waits, as far as it goes until then (monotonic seconds)."""
@@ -102,8 +141,11 @@ class Tiers:
         self._sealer.hurry()
         for writer in self._writers:
             writer.hurry()
-        while self._unwritten and time.monotonic() < until:  # noqa: ASYNC110 - three places to look at
+        while self._unwritten and time.monotonic() < until:  # noqa: ASYNC110 - several places to look at
             await asyncio.sleep(LOOK_S)
+        if self._spiller is not None:
+            await self._spiller.save_all(until)
+            await self._spiller.close()
 
     @property
     def _unwritten(self) -> bool:
@@ -112,6 +154,8 @@ class Tiers:
 
     async def close(self) -> None:
         """After everything that reads or writes has ended."""
+        if self._spiller is not None:
+            await self._spiller.close()
         await asyncio.gather(*(tier.close() for tier in self.tiers))
         self._threads.close()
 
@@ -122,8 +166,9 @@ class Tiers:
 
     def status(self) -> Iterator[TierStatus]:
         waiting = {writer.tier.name: writer.waiting for writer in self._writers}
+        spilling = self._spiller.waiting if self._spiller is not None else 0
         for tier in self.tiers:
-            yield tier.status(waiting.get(tier.name, 0))
+            yield tier.status(waiting.get(tier.name, spilling))
 
     def announced(self) -> Iterator[tuple[Tier, bytes]]:
         """The keys of all complete chunks, tier by tier."""
@@ -134,7 +179,11 @@ class Tiers:
 
     def on_stored(self, event: StoredChunk) -> None: ...
 
-    def on_removed(self, event: RemovedChunk) -> None: ...
+    def on_removed(self, event: RemovedChunk) -> None:
+        if event.evicted and self._spiller is not None and self._store is not None:
+            chunk = self._store.get(event.key)
+            if chunk is not None:
+                self._spiller.count_lost(chunk)
 
     def on_cleared(self) -> None: ...
 

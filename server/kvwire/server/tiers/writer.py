@@ -39,6 +39,11 @@ class Saving:
         self._store = store
         self._view = view
 
+    @property
+    def works(self) -> bool:
+        """Whether an attempt is likely to help."""
+        return self.tier.ready and not self.tier.problems.now
+
     async def save(self, stored: StoredObject) -> bool:
         """False: it is not in the tier; it is counted why. Raises nothing but CancelledError."""
         tier = self.tier
@@ -67,13 +72,13 @@ class Writer:
         self._quiet = quiet
         self._queue: deque[_Job] = deque()
         self._news = asyncio.Semaphore(0)
-        self._busy = 0
+        self.busy = 0
         self._hurry = False
 
     @property
     def waiting(self) -> int:
         """Objects that are not written yet."""
-        return len(self._queue) + self._busy
+        return len(self._queue) + self.busy
 
     def offer(self, stored: StoredObject) -> None:
         """It will be written, or skipped and counted."""
@@ -100,10 +105,10 @@ class Writer:
         while True:
             await self._news.acquire()
             job = self._queue.popleft()
-            self._busy += 1
+            self.busy += 1
             try:
                 if not self._hurry:
                     await self._quiet(job.since + PATIENCE_S)
                 await self._saving.save(job.stored)
             finally:
-                self._busy -= 1
+                self.busy -= 1
