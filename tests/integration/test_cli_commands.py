@@ -141,14 +141,14 @@ def test_clear_drops_one_model_or_all(server, prompts, capsys):
     prompts.stored(LENGTH)
     (model,) = {each["namespace"]["model"] for each in as_json(server, capsys, "status")["namespaces"]}
     chunks = as_json(server, capsys, "status")["memory"]["chunks"]
-    assert as_json(server, capsys, "clear", "--model", "another", "--layout-fingerprint", "00") == {
+    assert as_json(server, capsys, "clear", "--yes", "--model", "another", "--layout-fingerprint", "00") == {
         "cleared_chunks": 0,
         "kept_chunks": 0,
     }
-    assert as_json(server, capsys, "clear", "--model", model)["cleared_chunks"] == chunks > 0
+    assert as_json(server, capsys, "clear", "--yes", "--model", model)["cleared_chunks"] == chunks > 0
     assert as_json(server, capsys, "status")["memory"]["chunks"] == 0
     prompts.stored(LENGTH)
-    assert as_json(server, capsys, "clear", "--all")["cleared_chunks"] == LENGTH // 256
+    assert as_json(server, capsys, "clear", "--yes", "--all")["cleared_chunks"] == LENGTH // 256
 
 
 def test_clear_keeps_what_is_in_use_and_says_so(server, prompts, capsys):
@@ -156,9 +156,9 @@ def test_clear_keeps_what_is_in_use_and_says_so(server, prompts, capsys):
     prompts.client.lookup(
         prompts.namespace, tokens, registration_id=prompts.registration_id, session_id="reads"
     )
-    assert run(server, "clear", "--all", "-o", "json") == app.FAILED
+    assert run(server, "clear", "--yes", "--all", "-o", "json") == app.FAILED
     told = capsys.readouterr()
     assert json.loads(told.out) == {"cleared_chunks": 0, "kept_chunks": LENGTH // 256}
     assert "in use" in told.err
     prompts.client.end_sessions(prompts.registration_id, ["reads"])
-    assert as_json(server, capsys, "clear", "--all")["cleared_chunks"] == LENGTH // 256
+    assert as_json(server, capsys, "clear", "--yes", "--all")["cleared_chunks"] == LENGTH // 256

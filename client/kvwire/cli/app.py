@@ -52,9 +52,18 @@ COMMANDS: Final = (
     ("events", "kvwire.cli.commands.events:command", "What do the servers of a fleet report?"),
     ("blend", "kvwire.cli.commands.blend:command", "Which cached chunks occur anywhere in a prompt?"),
     (
+        "objects",
+        "kvwire.cli.commands.objects:command",
+        "Which chunks has a server cached, and whose?",
+    ),
+    ("pin", "kvwire.cli.commands.pin:command", "Keep the chunks of a prompt in memory."),
+    ("quota", "kvwire.cli.commands.quota:command", "How much may each tenant have, and how much has it?"),
+    ("prefetch", "kvwire.cli.commands.prefetch:command", "Bring a prompt's chunks into a server's memory."),
+    ("evict", "kvwire.cli.commands.evict:command", "Drop the chunks of one prompt."),
+    (
         "clear",
         "kvwire.cli.commands.clear:command",
-        "Drop what a server has cached: of one model, or everything.",
+        "Drop what a server has cached: of one model or tenant, or everything.",
     ),
     ("config", "kvwire.cli.commands.config:command", "Which settings hold, and where each comes from."),
     (
