@@ -47,13 +47,6 @@ class ServerConfig:
     state: str = setting("Folder that keeps this server's own pins over a restart. Empty: none.", "")
 
     l2: tuple[str, ...] = setting(
-        "Lower tier, which outlives the memory, as a URL: file:///var/kv?size=100GiB, s3://BUCKET/PREFIX?size=, "
-        "gs://, az://, redis://HOST:PORT, valkey://, memory://. Repeatable.",
-        (),
-    )
-    l2_key_file: str = setting("File with at least 32 random bytes; lower tiers are encrypted with it.", "")
-
-    l2: tuple[str, ...] = setting(
         "Lower tier, which outlives the memory, as a URL: file:///var/kv?size=100GiB, s3://BUCKET/PREFIX, "
         "gs://, az://, redis://HOST:PORT, valkey://, memory://. Repeatable.",
         (),
