@@ -264,8 +264,7 @@ class EngineModel:
         assert len(grant.slots) == (sum(r.chunk_count for r in ranges) or count * GROUPS)
         for slot in grant.slots:
             object_name = (keys[slot.chunk_index], client.rank, slot.group_index)
-            writers = [w for w in self.writes if w.live and any(s.name == object_name for s in w.slots)]
-            assert bool(writers) == (slot.state is SlotState.BEING_WRITTEN)
+            assert self.being_written(object_name) == (slot.state is SlotState.BEING_WRITTEN)
             assert slot.state is not SlotState.ALREADY_STORED or object_name in self.committed
         slots = [Slot((keys[s.chunk_index], client.rank, s.group_index), s.offset) for s in grant.reserved]
         assert all(slot.offset >= BASE for slot in slots)
@@ -373,15 +372,23 @@ class EngineModel:
                     assert chunk.mask & 0b0101 == 0b0101
 
     def memory_in_use_is_not_handed_out(self) -> None:
-        written = [slot.offset for write in self.writes if write.writing for slot in write.slots]
+        written = self.writing_offsets()
         read = {slot.offset for read in self.reads if read.live or read.sending for slot in read.slots}
         assert len(written) == len(set(written))
         assert not read & set(written)
-        waiting = sum(len(write.slots) for write in self.writes if not write.live)
-        assert self.domain.engine.store.quarantined_bytes == waiting * OBJECT_BYTES
+        assert self.domain.engine.store.quarantined_bytes == self.waiting_objects() * OBJECT_BYTES
         # What somebody may touch is never free.
         allocated = self.domain.engine.store.allocator._taken
         assert all(offset in allocated for offset in [*written, *read])
+
+    def being_written(self, name: Name) -> bool:
+        return any(write.live and any(slot.name == name for slot in write.slots) for write in self.writes)
+
+    def writing_offsets(self) -> list[int]:
+        return [slot.offset for write in self.writes if write.writing for slot in write.slots]
+
+    def waiting_objects(self) -> int:
+        return sum(len(write.slots) for write in self.writes if not write.live)
 
     def drain(self) -> None:
         """Everyone goes, and everything comes back."""

@@ -22,17 +22,17 @@ from support.engine_model import (
     SESSION_TTL,
     TTL,
     WORLD,
-    EngineModel,
     Read,
     Slot,
     step,
 )
+from support.fill_model import FillModel
 
 INDEX = st.integers(0, 1000)
 LENGTH = st.integers(1, MAX_CHUNKS).map(lambda length: MAX_CHUNKS + 1 - length)
 
 
-class EngineMachine(EngineModel, RuleBasedStateMachine):
+class EngineMachine(FillModel, RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "arc", "tenant"]))
     def start(self, policy: str) -> None:
         self.begin_with(policy)
@@ -317,6 +317,7 @@ class EngineMachine(EngineModel, RuleBasedStateMachine):
             self.what_is_pinned_stays()
             self.readers_see_their_bytes()
             self.what_is_leased_stays()
+            self.what_is_held_stays()
             self.memory_in_use_is_not_handed_out()
 
     def teardown(self) -> None:
