@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from e2e.harness import Baseline, Library, Server, set_up
+from e2e.processes import EngineProcess
 
 
 def pytest_collection_modifyitems(items):
@@ -71,3 +72,16 @@ def serve(short_tmp, engine_environment):
 @pytest.fixture
 def server(serve):
     return serve()
+
+
+@pytest.fixture
+def process():
+    running = []
+
+    def start(*args, **options):
+        running.append(EngineProcess(*args, **options))
+        return running[-1]
+
+    yield start
+    for each in running:
+        each.close()

@@ -53,11 +53,12 @@ def expected(model, length):
 
 
 class Server:
-    """A `kvwire server` process on a socket file."""
+    """A `kvwire server` process on a socket file. `prefix` goes before its command."""
 
-    def __init__(self, folder, *flags, chunk_size=CHUNK, l1_size="64MiB"):
+    def __init__(self, folder, *flags, chunk_size=CHUNK, l1_size="64MiB", prefix=()):
         self.address = f"unix:{folder / 'kvwire.sock'}"
         self._log = folder / "server.log"
+        self._prefix = prefix
         self._flags = ("--chunk-size", str(chunk_size), "--l1-size", l1_size, *flags)
         self._process = None
         self.start()
@@ -66,7 +67,7 @@ class Server:
         command = [sys.executable, "-m", "kvwire.cli", "server", "--listen", self.address]
         with self._log.open("a") as log:
             self._process = subprocess.Popen(
-                [*command, *self._flags],
+                [*self._prefix, *command, *self._flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -2,86 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from e2e.harness import SHELF, Answer, engine, transfer_config
 from support.waiting import eventually
 
-PROGRAM = Path(__file__).with_name("engine_process.py")
 FOUND = [192, 128, 64, 64]
-
-
-class EngineProcess:
-    """Runs `engine_process.py`: one line of JSON in, one out."""
-
-    def __init__(self, model, transfer, **options):
-        self._process = subprocess.Popen(
-            [sys.executable, str(PROGRAM)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            bufsize=1,
-        )
-        self._tell({"model": model, "transfer": transfer, "options": options})
-
-    def start(self):
-        assert self._hear() == "ready"
-
-    def run(self, *prompts):
-        self._tell(list(prompts))
-        return self._hear()
-
-    def tell(self, *prompts):
-        """Run them, and do not wait for it."""
-        self._tell(list(prompts))
-
-    def kill(self):
-        self._process.kill()
-
-    def end(self, timeout=60):
-        """Its exit status, when it ends by itself."""
-        return self._process.wait(timeout)
-
-    def close(self):
-        if self._process.poll() is not None:
-            self._process.stdin.close()
-            self._process.stdout.close()
-            return
-        self._process.stdin.close()
-        try:
-            assert self._process.wait(60) == 0
-        finally:
-            self._process.kill()
-            self._process.stdout.close()
-
-    def _tell(self, what):
-        self._process.stdin.write(json.dumps(what) + "\n")
-
-    def _hear(self):
-        while line := self._process.stdout.readline():
-            if line.startswith("> "):
-                return json.loads(line[2:])
-        raise EOFError(f"the engine ended with {self._process.wait(10)}")
-
-
-@pytest.fixture
-def process():
-    running = []
-
-    def start(*args, **options):
-        running.append(EngineProcess(*args, **options))
-        return running[-1]
-
-    yield start
-    for each in running:
-        each.close()
 
 
 def test_two_engines_at_once_share_what_they_compute(server, baseline, process):

@@ -29,15 +29,15 @@ IN_CHUNK = 4
 MANY, MANY_BYTES = 192, 192 * BLOCK_BYTES
 ADDRESS = "10.77.0.1:7470"
 SHORT = (
-    "--write-lease=2",
-    "--read-lease=2",
-    "--lookup-lease=2",
+    "--write-lease=3",
+    "--read-lease=3",
+    "--lookup-lease=3",
     "--registration-ttl=3",
     "--sweep-interval=0.1",
 )
 DEADLINES = dict.fromkeys(
     ("BeginStore", "CommitStore", "AbortStore", "BeginRetrieve", "EndRetrieve", "Lookup", "RegisterKvCache"),
-    1.5,
+    3.0,
 )
 
 
