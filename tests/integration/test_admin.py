@@ -334,3 +334,84 @@ def test_bl52_an_eviction_that_raises_is_seen_from_outside(tmp_path, policy):
         assert "the policy is broken" in task.error
         assert server.core.supervisor.deaths == 1
         assert server.server._problem()
+
+
+def below(tmp_path) -> dict[str, object]:
+    place = f"file://{tmp_path / 'below'}?size=64MiB"
+    return {"policy": "tenant", "state": str(tmp_path / "state"), "l2": (place,)}
+
+
+@pytest.fixture
+def two_tiers(tmp_path):
+    """A server with a folder below its memory, its client, and three tenants' prompts in both."""
+    with local_server(tmp_path, **below(tmp_path)) as server:
+        client = client_of(server)
+        for salt in ("", RED, BLUE):
+            client.store("s", tokens(3), salt=salt)
+        stub = stub_of(server)
+        eventually(lambda: len(listed(stub, tier=L2)) == 9)
+        yield server, client, stub
+
+
+def test_a_listing_goes_on_into_the_lower_tiers(two_tiers):
+    _, client, stub = two_tiers
+    found = listed(stub, size=4)
+    assert [(each.tier, each.backend) for each in found] == [(L1, "memory")] * 9 + [(L2, "disk")] * 9
+    assert {each.chunk_key for each in found[:9]} == {each.chunk_key for each in found[9:]}
+    of_red = listed(stub, tenant=salt_digest(RED), tier=L2)
+    assert [each.chunk_key for each in of_red] == client.keys(tokens(3), RED)
+    assert all(each.complete and each.objects == 1 and each.size_bytes > OBJECT_BYTES for each in of_red)
+
+
+def test_evict_and_clear_reach_the_tier_that_was_meant(two_tiers):
+    server, client, stub = two_tiers
+    keys = {"chunk_keys": {"keys": client.keys(tokens(3), RED)}}
+    assert stub.Evict(admin.EvictRequest(selector=keys, tier=L2)).evicted_chunks == 3
+    assert (len(listed(stub, tier=L1)), len(listed(stub, tier=L2))) == (9, 6)
+    assert stub.Evict(admin.EvictRequest(selector=keys)).evicted_chunks == 3
+    assert stub.Clear(admin.ClearRequest(tier=L1)).cleared_chunks == 6
+    assert (len(listed(stub, tier=L1)), len(listed(stub, tier=L2))) == (0, 6)
+    reply = stub.Clear(admin.ClearRequest(tenant="none", namespace=client.namespace))
+    assert (reply.cleared_chunks, reply.kept_chunks) == (3, 0)
+    assert {each.tenant for each in listed(stub)} == {salt_digest(BLUE)}
+    assert stub.Clear(admin.ClearRequest()).cleared_chunks == 3
+    assert listed(stub) == []
+    eventually(lambda: not server.core.tiers.tiers[0].index.used)
+
+
+def stored_quota(stub, tenant: str) -> tuple[int, int]:
+    rows = stub.GetQuota(admin.GetQuotaRequest(tenant=tenant)).quotas
+    ((limit_bytes, used),) = [(row.limit_bytes, row.used_bytes) for row in rows if row.backend == "disk"]
+    return limit_bytes, used
+
+
+def test_a_quota_of_the_lower_tier_holds_there(two_tiers):
+    server, client, stub = two_tiers
+    one = listed(stub, tier=L2)[0].size_bytes
+    red = salt_digest(RED)
+    assert stored_quota(stub, red) == (0, 3 * one)
+    stub.SetQuota(admin.SetQuotaRequest(salt=RED, tier=L2, limit_bytes=2 * one))
+    assert stored_quota(stub, red) == (2 * one, 2 * one)
+    assert [each.chunk_key for each in listed(stub, tier=L2, tenant=red)] == client.keys(tokens(2), RED)
+    assert len(listed(stub, tier=L1, tenant=red)) == 3
+    client.store("s", tokens(4, seed=1), salt=RED)
+    client.store("s", tokens(4, seed=1), salt=BLUE)
+    eventually(lambda: len(listed(stub, tier=L2, tenant=salt_digest(BLUE))) == 7)
+    assert stored_quota(stub, red) == (2 * one, 2 * one)
+    assert stored_quota(stub, "none") == (0, 3 * one)
+    server.check()
+
+
+def test_a_quota_of_the_lower_tier_outlives_a_restart(tmp_path):
+    red = salt_digest(RED)
+    with local_server(tmp_path, **below(tmp_path)) as server:
+        client, stub = client_of(server), stub_of(server)
+        client.store("s", tokens(3), salt=RED)
+        eventually(lambda: len(listed(stub, tier=L2)) == 3)
+        one = listed(stub, tier=L2)[0].size_bytes
+        stub.SetQuota(admin.SetQuotaRequest(tenant=red, tier=L2, limit_bytes=2 * one))
+    with local_server(tmp_path, **below(tmp_path)) as server:
+        stub = stub_of(server)
+        assert stored_quota(stub, red) == (2 * one, 2 * one)
+        stub.SetQuota(admin.SetQuotaRequest(tenant=red, tier=L2, limit_bytes=one))
+        assert stored_quota(stub, red) == (one, one)
