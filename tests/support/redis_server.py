@@ -32,14 +32,13 @@ class RedisServer:
 
     def ask(self, *words: str) -> str:
         """What redis-cli says."""
-        done = subprocess.run(
-            ["redis-cli", "-p", str(self.port), *words],
-            check=True,
-            capture_output=True,
-            text=True,
-            timeout=10,
-        )
-        return done.stdout.strip()
+        return self.raw(*words).decode().strip()
+
+    def raw(self, *words: str) -> bytes:
+        """The same as it comes, without the newline that redis-cli adds."""
+        command = ["redis-cli", "-p", str(self.port), *words]
+        done = subprocess.run(command, check=True, capture_output=True, timeout=10)
+        return done.stdout[:-1]
 
 
 def free_port() -> int:

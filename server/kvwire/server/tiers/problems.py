@@ -10,7 +10,19 @@ class Problems:
 
     def __init__(self, name: str, location: str) -> None:
         self.now = ""
+        self._found = ""
         self._who = f"L2 {name} at {location}"
+
+    @property
+    def told(self) -> str:
+        """For people: what goes wrong now, or what was found and stays to be known."""
+        return self.now or self._found
+
+    def found(self, what: str) -> None:
+        """Something that nothing that works makes good. It is logged once."""
+        if not self._found:
+            log.warning("%s %s", self._who, what)
+        self._found = what
 
     def failed(self, what: str, error: Exception | str) -> None:
         if not self.now:

@@ -7,6 +7,8 @@ import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
+import numpy as np
+
 from kvwire.errors import ConfigError
 from kvwire.server.tiers.backends.base import BackendError, NotFound, WrongSize
 from kvwire.server.tiers.counters import TierCounters, TierStatus
@@ -45,6 +47,7 @@ WRITE_ATTEMPTS: Final = 4
 READ_ATTEMPTS: Final = 3
 ROOM_S: Final = 10.0
 """How long a write waits until what was deleted to make room for it has gone."""
+OTHER_KEY: Final = "encrypted with another key than that of --l2-key-file"
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 30.0
 
@@ -167,7 +170,7 @@ class Tier:
             encrypted=self._vault is not None,
             queued_objects=queued,
             evicted_chunks=index.evicted_chunks,
-            problem=self.problems.now,
+            problem=self.problems.told,
             counters=self.counters,
         )
 
@@ -242,9 +245,8 @@ class Tier:
     async def _read(self, chunk: TierChunk, shard: int, into: memoryview) -> bytes:
         name = object_name(chunk.space.folder, chunk.key, shard)
         header = memoryview(bytearray(HEADER_BYTES))
-        payload = into if self._vault is None else memoryview(bytearray(into.nbytes + OVERHEAD))
+        payload = into if self._vault is None else np.empty(into.nbytes + OVERHEAD, np.uint8).data
         await self._retry(READ_ATTEMPTS, partial(self._backend.read, name, [header, payload]))
-        self.problems.works()
         told = read_header(bytes(header))
         if told.size != into.nbytes or told.sealed != (self._vault is not None):
             raise BadFormat("the header is that of another object")
@@ -252,18 +254,19 @@ class Tier:
             await self._vault.unseal(_tenant(chunk.space), name.encode() + bytes(header), payload, [into])
         if await self._threads.run(lambda _: checksum(into)) != told.checksum:
             raise BadFormat("the bytes are not those that were stored")
+        self.problems.works()
         return told.checksum
 
     def _unusable(self, chunk: TierChunk, shard: int, serial: int, error: Exception) -> ReadFailed:
         self.counters.failed_reads += 1
-        if isinstance(error, WrongKey):
-            why = "encrypted with another key than that of --l2-key-file"
-            self.problems.failed("holds objects that cannot be read", why)
-        else:
-            why = str(error) or "changed, cut or moved"
+        wrong_key = isinstance(error, WrongKey)
+        why = OTHER_KEY if wrong_key else str(error) or "changed, cut or moved"
+        if wrong_key:
+            self.problems.found(f"holds objects that were {OTHER_KEY}: they are dropped")
         if self.index.drop_object(chunk, shard, serial):
             self.counters.damaged_objects += 1
-            self.problems.dropped(object_name(chunk.space.folder, chunk.key, shard), why)
+            if not wrong_key:
+                self.problems.dropped(object_name(chunk.space.folder, chunk.key, shard), why)
         return ReadFailed(why, damaged=True)
 
     async def _retry(self, attempts: int, call: Callable[[], Awaitable[None]]) -> None:
