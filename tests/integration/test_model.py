@@ -48,7 +48,7 @@ class Machine(RuleBasedStateMachine, World):
     def look(self, who, seed, length):
         party = self.pick(self.parties, who)
         packed = tokens(length, seed)
-        found = self.call(party, party.client.lookup, f"s{seed}", packed)
+        found = self.look_up(party, f"s{seed}", packed)
         if found is not None:
             assert found.asked_chunks == length
             assert all(key in self.committed for key in self.keys(packed)[: found.hit_chunks])
@@ -65,7 +65,7 @@ class Machine(RuleBasedStateMachine, World):
         party = self.pick(self.present(), who)
         packed = tokens(LENGTH, seed)
         count = min(count, LENGTH - first)
-        party.client.lookup(f"s{seed}", packed)
+        self.look_up(party, f"s{seed}", packed)
         result = party.client.begin_store(f"s{seed}", first, count)
         keys = self.keys(packed)
         named = keys[first : first + count]
@@ -147,7 +147,7 @@ class Machine(RuleBasedStateMachine, World):
     def retrieve(self, who, seed, first, whole):
         party = self.pick(self.present(), who)
         packed = tokens(LENGTH, seed)
-        party.client.lookup(f"s{seed}", packed)
+        self.look_up(party, f"s{seed}", packed)
         result = party.client.begin_retrieve(f"s{seed}", first, LENGTH - first)
         assert len(result.missing) + len(result.ticket.slots) == LENGTH - first
         keys = self.keys(packed)
@@ -197,6 +197,20 @@ class Machine(RuleBasedStateMachine, World):
             assert client.commit(ticket.lease_id).committed == len(data)
             self.committed.update(zip(granted, data, strict=True))
         client.end_session("crowd")
+
+    @rule(
+        seed=st.integers(0, SEEDS - 1),
+        first=st.integers(0, LENGTH - 1),
+        count=st.integers(1, LENGTH),
+        damaged=st.booleans(),
+    )
+    def lies_below(self, seed, first, count, damaged):
+        """A lower tier has it from now on, maybe with the last of it damaged."""
+        names = [(key, 0) for key in self.keys(tokens(LENGTH, seed))[first : first + count]]
+        self.below.objects |= set(names)
+        self.below.damaged -= set(names)
+        if damaged:
+            self.below.damaged.add(names[-1])
 
     # What happens to them.
 

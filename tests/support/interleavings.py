@@ -10,6 +10,7 @@ from pathlib import Path
 
 import grpc
 
+from support.fake_source import FakeSource, content
 from support.local_server import MIB, LocalServer
 from support.raw_client import OBJECT_BYTES, Failure, RawClient
 from support.waiting import eventually
@@ -71,6 +72,9 @@ class World:
         self.writes: list[Write] = []
         self.reads: list[Read] = []
         self.committed: dict[bytes, bytes] = {}
+        # Something lies below the memory, and lookups may bring it.
+        self.below = FakeSource()
+        self.server.core.prefetcher.add(self.below)
         self.watcher = RawClient(self.server.channel(), "watcher")
         self.watcher.negotiate()
         self.made = 0
@@ -106,6 +110,15 @@ class World:
             return None
         assert party.here
         return reply
+
+    def look_up(self, party, session_id, packed):
+        """The reply, or None. What it has brought has been published, too."""
+        found = self.call(party, party.client.lookup, session_id, packed)
+        for name in self.below.fetched:
+            if name not in self.below.damaged:
+                self.committed[name[0]] = content(name, OBJECT_BYTES)
+        self.below.fetched.clear()
+        return found
 
     def keys(self, packed):
         return self.watcher.keys(packed)
