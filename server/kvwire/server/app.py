@@ -139,6 +139,7 @@ class CacheServer:
                 fetched=core.prefetcher.counters,
                 fetches=core.prefetcher.under_way,
                 fetching_bytes=core.prefetcher.budget.used,
+                tiers=tuple(core.tiers.status()),
                 **core.fleet.facts(),
             )
 
@@ -210,6 +211,9 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         matcher=matcher,
         blending=Blending(matcher, store, server_id, incarnation) if matcher is not None else None,
     )
+    for tier in tiers.tiers:
+        core.holdings.attach(tier.name, tier.index)
+        core.quotas.attach(tier.name, tier.index)
     core.prefetcher.make_way = tiers.make_way
     for tier in tiers.tiers:
         core.holdings.attach(tier.name, tier.index)

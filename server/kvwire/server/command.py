@@ -19,6 +19,7 @@ from kvwire.telemetry.tracing import setup_tracing
 
 if TYPE_CHECKING:
     from kvwire.server.app import CacheServer
+    from kvwire.server.tiers.counters import TierStatus
 
 _IDLE_LOOK_S: Final = 5.0
 HELP: Final = """Run a cache server: it keeps the KV cache of prompts for inference engines.
@@ -89,6 +90,7 @@ def banner(server: CacheServer) -> str:
         f"kvwire server {server_version()} is serving",
         *(f"  address     {address}" for address in core.addresses),
         f"  memory      {units.exact_size(config.l1_size)}, eviction {config.policy}",
+        *(f"  lower tier  {tier.location}, {_told(tier)}" for tier in core.tiers.status()),
         f"  chunk size  at least {config.chunk_size} tokens, settled by the first engine",
         f"  data paths  {', '.join(core.plane.paths)}",
         *(f"              no {name}: {why}" for name, why in core.plane.off.items()),
@@ -97,6 +99,12 @@ def banner(server: CacheServer) -> str:
         lines.append(f"  http        http://{server.http_address}/metrics and /healthz")
     lines += ["Next:", f"  kvwire status --address {core.addresses[0]}"]
     return "\n".join(lines)
+
+
+def _told(tier: TierStatus) -> str:
+    if tier.problem:
+        return tier.problem
+    return f"{units.format_size(tier.used_bytes)} of {units.exact_size(tier.capacity_bytes)}"
 
 
 command = settings_command("server", ServerConfig, run, text=HELP)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.server.fetch.prefetcher import FetchCounters
 from kvwire.server.fetch.source import Origin
+from kvwire.server.tiers.metrics import TIER_METRICS
 from kvwire.serving.metrics import Metric, RpcMetrics, counter, gauge, program_registry
 
 if TYPE_CHECKING:
@@ -15,6 +16,7 @@ if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
     from kvwire.server.status import EngineCounters, EngineStatus
+    from kvwire.server.tiers.counters import TierStatus
 
 OPEN_STREAMS: Final = frozenset({"Attach", "SubscribeKvEvents"})
 """Held open for a client's life: counted when they end, without a duration."""
@@ -38,6 +40,7 @@ class ServerState:
     journal_batches: int = 0
     journal_bytes: int = 0
     dropped_batches: int = 0
+    tiers: tuple[TierStatus, ...] = ()
     fetched: FetchCounters = field(default_factory=FetchCounters)
     fetches: int = 0
     fetching_bytes: int = 0
@@ -210,6 +213,7 @@ SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
         "Batches of events that were dropped before they arrived everywhere.",
         lambda s: s.dropped_batches,
     ),
+    *TIER_METRICS,
     gauge("kvwire_draining", "1 while the server takes no new work.", lambda s: float(s.draining)),
     counter(
         "kvwire_background_task_deaths_total",

@@ -15,6 +15,7 @@ from kvwire.server.fetch.prefetcher import FetchCounters
 from kvwire.server.messages import LeaseKind
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.status import EngineCounters, EngineStatus, L1Status
+from kvwire.server.tiers.counters import TierCounters, TierStatus
 from kvwire.serving.metrics import RpcMetrics
 
 ROOT = Path(__file__).parents[3]
@@ -43,6 +44,7 @@ def exported():
         registered={"coordinator:1": True},
         reporting={"coordinator:1": True},
         fetched=FetchCounters({"l2": 1}, {"l2": 1}, {"l2": 1}),
+        tiers=(TierStatus("disk", "", 1, 1, 1, 1, "all", False, 1, 1, "", TierCounters()),),
     )
     registry = server_registry(rpcs, lambda: state, version="1", server_id="a")
     families = {}

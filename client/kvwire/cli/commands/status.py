@@ -40,6 +40,12 @@ def print_status(reply: admin.GetStatusResponse) -> None:
     fields = [*_server(reply), *_cache(reply), *_traffic(reply), *_events(reply), *_problems(reply)]
     render.print_fields(fields)
     told = render.plain(reply)
+    if reply.tiers:
+        render.print_rows(
+            ("tier", "#used", "#size", "#chunks", "store", "#waiting", "written", "read", "gone wrong"),
+            [_tier_row(each) for each in reply.tiers],
+            title="\nlower tiers",
+        )
     if reply.coordinators:
         render.print_rows(
             ("coordinator", "member", "events", "#arrived", "#answered", "problem"),
@@ -144,7 +150,30 @@ def _events(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
         yield "kafka", f"{told}: {events.kafka_problem}" if events.kafka_problem else told
 
 
+def _tier_row(tier: admin.TierStatus) -> tuple[object, ...]:
+    wrong = [
+        (tier.failed_writes, "not written"),
+        (tier.failed_reads - tier.damaged_objects, "not read"),
+        (tier.damaged_objects, "damaged"),
+        (tier.skipped_objects, "skipped"),
+    ]
+    return (
+        f"{tier.backend} {tier.location}",
+        units.format_size(tier.used_bytes),
+        units.format_size(tier.capacity_bytes),
+        tier.chunks,
+        f"{tier.store}, encrypted" if tier.encrypted else tier.store,
+        tier.queued_objects,
+        f"{tier.written_objects} ({units.format_size(tier.written_bytes)})",
+        f"{tier.read_objects} ({units.format_size(tier.read_bytes)})",
+        ", ".join(f"{count} {what}" for count, what in wrong if count > 0) or "-",
+    )
+
+
 def _problems(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    for tier in reply.tiers:
+        if tier.problem:
+            yield "PROBLEM", f"the lower tier {tier.backend!r} {tier.problem}"
     for task in reply.tasks:
         if not task.running and task.error:
             yield "PROBLEM", f"the task {task.name!r} died: {task.error}. Restart the server"

@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import logging
+from typing import Final
 
 log = logging.getLogger("kvwire.server")
+
+SHOWN: Final = 300
 
 
 class Problems:
@@ -25,9 +28,11 @@ class Problems:
         self._found = what
 
     def failed(self, what: str, error: Exception | str) -> None:
+        """`what` is a part of a sentence about the tier."""
+        why = " ".join(str(error).split())[:SHOWN]
         if not self.now:
-            log.warning("%s %s: %s", self._who, what, error)
-        self.now = f"{what}: {error}"
+            log.warning("%s %s: %s", self._who, what, why)
+        self.now = f"{what}: {why}"
 
     def works(self) -> None:
         if self.now:
