@@ -215,14 +215,8 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         core.holdings.attach(tier.name, tier.index)
         core.quotas.attach(tier.name, tier.index)
     core.prefetcher.make_way = tiers.make_way
-    for tier in tiers.tiers:
-        core.holdings.attach(tier.name, tier.index)
-        core.quotas.attach(tier.name, tier.index)
     for source in tiers.sources:
         core.prefetcher.add(source)
-    for tier in tiers.tiers:
-        core.holdings.attach(tier.name, tier.index)
-        core.quotas.attach(tier.name, tier.index)
     return core
 
 
