@@ -196,10 +196,10 @@ def test_bl52_a_tenant_over_its_quota_gives_way_to_itself() -> None:
         tier.put(number, "aa")
     assert tier.numbers == [1, 2, 10, 11, 12]
     assert tier.index.tenants() == {"aa": 2 * OBJECT, "bb": 3 * OBJECT}
-    tier.index.set_quotas({"aa": OBJECT, "bb": 0})
+    tier.index.set_quotas({"aa": OBJECT, "bb": 1})
     assert tier.numbers == [2]
     assert tier.put(20, "bb") == "over the tenant's quota"
-    tier.index.set_quotas({})
+    tier.index.set_quotas({"bb": 0})
     assert tier.put(20, "bb") == ""
     tier.index.check_integrity()
 

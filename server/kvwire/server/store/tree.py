@@ -19,7 +19,7 @@ class PrefixTree:
 
     def __init__(self, policy: EvictionPolicy) -> None:
         self.index: dict[bytes, Chunk] = {}
-        self.listing = Listing()
+        self.listing: Listing[Chunk] = Listing()
         self.unreachable: dict[bytes, Chunk] = {}
         self._policy = policy
         # Chunks whose parent is absent, by its key.

@@ -35,9 +35,9 @@ class TierChunk:
 
     key: bytes
     space: TierSpace
-    serial: int
     parent: bytes
     stamp: int
+    serial: int = 0
     objects: dict[int, int] = field(default_factory=dict)
     writing: dict[int, Writing] = field(default_factory=dict)
     mask: int = 0

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from kvwire.server.store.listing import Listing
 from kvwire.server.tiers.entries import TierChunk, TierSpace, Writing
 from kvwire.server.tiers.format import MANIFEST, object_name
 from kvwire.server.tiers.recency import Recency
@@ -44,6 +46,7 @@ class TierIndex:
         self._recency = Recency()
         self._used_by: dict[str, int] = {}
         self._quotas: dict[str, int] = {}
+        self._listing: Listing[TierChunk] = Listing()
         self._serial = 0
 
     def __len__(self) -> int:
@@ -215,8 +218,8 @@ class TierIndex:
             self._close_if_empty(space)
 
     def set_quotas(self, quotas: Mapping[str, int]) -> None:
-        """Limits in bytes by tenant (the digest of a salt; "": those without). Evicts what is above."""
-        self._quotas = dict(quotas)
+        """Limits in bytes by tenant (digest of a salt; "": those without); 0: none. Evicts what is above."""
+        self._quotas = {tenant: limit for tenant, limit in quotas.items() if limit > 0}
         self._recency.watch(self._quotas, self)
         for tenant, limit in self._quotas.items():
             self._evict_bytes(self.usage(tenant) - limit, NEWEST, tenant, partly=True)
@@ -230,13 +233,7 @@ class TierIndex:
 
     def page(self, after: int, count: int) -> list[TierChunk]:
         """Up to `count` chunks with a serial above `after`, in the order of their serials."""
-        page: list[TierChunk] = []
-        for chunk in self:
-            if chunk.serial > after:
-                page.append(chunk)
-                if len(page) == count:
-                    break
-        return page
+        return list(islice(self._listing.after(after), count))
 
     def deleted(self, names: Iterable[str]) -> None:
         """What was doomed is gone."""
@@ -288,8 +285,8 @@ class TierIndex:
         return len(idle), len(chosen) - len(idle)
 
     def _add(self, space: TierSpace, key: bytes, parent: bytes, stamp: int) -> TierChunk:
-        self._serial += 1
-        chunk = self._chunks[key] = TierChunk(key, space, self._serial, parent, stamp)
+        chunk = self._chunks[key] = TierChunk(key, space, parent, stamp)
+        self._listing.add(chunk)
         space.chunks += 1
         return chunk
 
@@ -335,6 +332,7 @@ class TierIndex:
         if chunk.objects or chunk.writing:
             return
         del self._chunks[chunk.key]
+        self._listing.remove(chunk)
         chunk.space.chunks -= 1
         self._close_if_empty(chunk.space)
 

@@ -79,6 +79,7 @@ class Tier:
         self.counters = TierCounters()
         self.problems = Problems(settings.name, settings.location)
         self.ready = False
+        self.on_ready: Callable[[], None] | None = None
         self._backend = backend
         self._vault = vault
         self._threads = threads
@@ -113,6 +114,8 @@ class Tier:
                 self.problems.failed("cannot be used", error)
                 await asyncio.sleep(backoff.next())
             opening = None
+        if self.on_ready is not None:
+            self.on_ready()
         await self._deleter.run()
 
     def has(self, chunk: Chunk, shard: int) -> bool:

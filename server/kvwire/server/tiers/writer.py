@@ -36,7 +36,7 @@ class Saving:
 
     def __init__(self, tier: Tier, store: L1Store, view: Callable[[int, int], memoryview]) -> None:
         self.tier = tier
-        self._store = store
+        self.store = store
         self._view = view
 
     @property
@@ -52,7 +52,7 @@ class Saving:
             return False
         chunk = stored.chunk
         tier.index.follow_up(chunk)
-        self._store.pin((chunk,))
+        self.store.pin((chunk,))
         try:
             return await tier.write(stored, self._view(stored.offset, stored.size))
         except Exception:
@@ -60,7 +60,7 @@ class Saving:
             tier.counters.failed_writes += 1
             return False
         finally:
-            self._store.unpin((chunk,))
+            self.store.unpin((chunk,))
 
 
 class Writer:
@@ -68,12 +68,14 @@ class Writer:
 
     def __init__(self, saving: Saving, quiet: Callable[[float], Awaitable[None]]) -> None:
         self.tier = saving.tier
+        self.tier.on_ready = self.fill
         self._saving = saving
         self._quiet = quiet
         self._queue: deque[_Job] = deque()
         self._news = asyncio.Semaphore(0)
         self.busy = 0
         self._hurry = False
+        self._missed = False
 
     @property
     def waiting(self) -> int:
@@ -89,6 +91,14 @@ class Writer:
             return
         self._queue.append(_Job(stored, time.monotonic()))
         self._news.release()
+
+    def fill(self) -> None:
+        """Offer what is in memory and not in the tier, which has not taken it while it did not work."""
+        self._missed = False
+        for chunk in self._saving.store.chunks():
+            for stored in chunk.shards:
+                if stored is not None and stored.checksum:
+                    self.offer(stored)
 
     def hurry(self) -> None:
         """Do not wait for pauses any more."""
@@ -109,6 +119,12 @@ class Writer:
             try:
                 if not self._hurry:
                     await self._quiet(job.since + PATIENCE_S)
-                await self._saving.save(job.stored)
+                await self._save(job.stored)
             finally:
                 self.busy -= 1
+
+    async def _save(self, stored: StoredObject) -> None:
+        if not await self._saving.save(stored):
+            self._missed = self._missed or not self._saving.works
+        elif self._missed and not self._queue:
+            self.fill()
