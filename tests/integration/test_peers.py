@@ -1,4 +1,4 @@
-"""Two servers that read from each other's memory, found through a coordinator."""
+"""Servers that read from each other's memory, found through a coordinator."""
 
 from __future__ import annotations
 
@@ -6,19 +6,44 @@ import importlib.util
 
 import pytest
 
-from kvwire.v1 import cache_service_pb2 as cache
 from support.fleet import fleet
-from support.raw_client import content, tokens
-from support.waiting import eventually
+from support.raw_client import OBJECT_BYTES, content, tokens
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 
+PATHS = ("ucx-local", "ucx-remote")
 
-@pytest.fixture(params=["ucx-local", "ucx-remote"])
+
+@pytest.fixture(params=PATHS)
 def pair(request, short_tmp):
     """Servers a and b, with one data path between them."""
-    with fleet(short_tmp, "a", "b", data_paths=("shm", request.param, "inline")) as made:
+    with fleet(short_tmp, "a", "b", data_paths=("shm", request.param)) as made:
         yield made
+
+
+@pytest.fixture
+def three(short_tmp):
+    with fleet(short_tmp, "a", "b", "c", data_paths=("shm", "ucx-local")) as made:
+        yield made
+
+
+def right(client, prompt: bytes, salt: str = "") -> list[bytes]:
+    return [content(key) for key in client.keys(prompt, salt)]
+
+
+def lose(server, keys) -> None:
+    """These chunks go, and nobody is told."""
+
+    def drop() -> None:
+        store = server.engine.store
+        listener, store.listener = store.listener, None
+        for key in keys:
+            chunk = store.get(key)
+            for stored in [each for each in chunk.shards if each is not None]:
+                store.discard(stored)
+        store.listener = listener
+
+    server.run(drop)
 
 
 def test_what_one_server_holds_is_a_hit_at_the_other(pair):
@@ -28,5 +53,112 @@ def test_what_one_server_holds_is_a_hit_at_the_other(pair):
     found = b.lookup("r", prompt)
     assert (found.hit_chunks, found.peer_chunks) == (6, 6)
     b.end_session("r")
-    assert b.retrieve("again", prompt) == [content(each) for each in b.keys(prompt)]
+    assert b.retrieve("again", prompt) == right(b, prompt)
     pair.check()
+    peer = pair.peer("b", "a")
+    assert (peer.fetched_chunks, peer.fetched_bytes, peer.problem) == (6, 6 * OBJECT_BYTES, "")
+    given = pair.servers["a"].run(pair.sharing("a").status)
+    assert (given.given_leases, given.given_bytes) == (1, 6 * OBJECT_BYTES)
+    assert pair.servers["a"].status().waiting_leases == 0
+
+
+def test_only_what_is_lacking_moves(pair):
+    b, prompt = pair.client("b"), tokens(8)
+    pair.store("b", tokens(3))
+    pair.store("a", prompt)
+    found = b.lookup("r", prompt)
+    assert (found.hit_chunks, found.peer_chunks) == (8, 5)
+    assert pair.peer("b", "a").fetched_bytes == 5 * OBJECT_BYTES
+
+
+def test_both_directions_at_once(pair):
+    a, b = pair.client("a"), pair.client("b")
+    pair.store("a", tokens(4, seed=1))
+    pair.store("b", tokens(4, seed=2))
+    assert b.lookup("r", tokens(4, seed=1)).peer_chunks == 4
+    assert a.lookup("r", tokens(4, seed=2)).peer_chunks == 4
+    b.end_session("r"), a.end_session("r")
+    assert a.retrieve("again", tokens(4, seed=2)) == right(a, tokens(4, seed=2))
+    pair.check()
+
+
+def test_the_next_server_goes_on_where_one_ends(three):
+    b, prompt = three.client("b"), tokens(6)
+    three.store("a", tokens(3))
+    three.store("c", prompt)
+    lose(three.servers["c"], b.keys(tokens(2)))
+    found = b.lookup("r", prompt)
+    assert (found.hit_chunks, found.peer_chunks) == (6, 6)
+    b.end_session("r")
+    assert b.retrieve("again", prompt) == right(b, prompt)
+    assert three.peer("b", "a").fetched_chunks >= 2
+    assert three.peer("b", "c").fetched_chunks >= 3
+
+
+def test_a_wrong_hint_leads_to_another_copy_and_then_to_a_miss(three):
+    b, prompt = three.client("b"), tokens(4)
+    three.store("a", prompt)
+    three.store("c", prompt)
+    lose(three.servers["a"], b.keys(prompt))
+    assert b.lookup("r", prompt).peer_chunks == 4
+    b.end_session("r")
+    other = tokens(4, seed=7)
+    three.store("a", other)
+    three.store("c", other)
+    lose(three.servers["a"], b.keys(other))
+    lose(three.servers["c"], b.keys(other))
+    assert b.lookup("r", other).hit_chunks == 0
+    assert sum(three.peer("b", name).failed_hints for name in "ac") >= 8
+    assert three.servers["b"].run(three.sharing("b").status).fallback_chunks == 4
+    three.check()
+
+
+def test_bl55_a_tenant_is_served_from_its_own_chunks_only(pair):
+    b, prompt = pair.client("b"), tokens(4)
+    pair.store("a", prompt, salt="t1")
+    assert b.lookup("other", prompt, salt="t2").hit_chunks == 0
+    assert b.lookup("none", prompt).hit_chunks == 0
+    assert b.lookup("same", prompt, salt="t1").peer_chunks == 4
+    b.end_session("same")
+    assert b.retrieve("again", prompt, salt="t1") == right(b, prompt, "t1")
+
+
+def test_paths_are_agreed_on_and_a_server_without_one_shares_nothing(short_tmp):
+    with fleet(short_tmp, data_paths=("shm", "ucx-local", "ucx-remote")) as made:
+        made.start("a")
+        made.start("b", data_paths=("shm", "ucx-remote"))
+        made.start("c", data_paths=("shm", "inline"))
+        made.start("d", peers=False)
+        prompt = tokens(3)
+        made.store("a", prompt)
+        assert made.client("b").lookup("r", prompt).peer_chunks == 3
+        assert made.client("c").lookup("r", prompt).hit_chunks == 0
+        assert "no UCX path" in made.peer("c", "a").problem
+        assert made.client("d").lookup("r", prompt).hit_chunks == 0
+        assert not made.client("d").status().HasField("sharing")
+        assert made.peer("a", "d").problem == "it shares nothing"
+
+
+def test_a_server_with_another_chunk_size_is_refused_before_any_byte(short_tmp):
+    with fleet(short_tmp, data_paths=("shm", "ucx-local")) as made:
+        made.start("a")
+        made.start("b", chunk_size=8)
+        made.store("a", tokens(4))
+        b = made.client("b")
+        assert b.lookup("r", tokens(4)).hit_chunks == 0
+        sharing = made.servers["a"].run(made.sharing("a").status)
+        assert sharing.given_leases == 0
+
+
+def test_a_server_with_another_layout_is_asked_once_and_gives_nothing(short_tmp):
+    with fleet(short_tmp, "a", "b", data_paths=("shm", "ucx-local")) as made:
+        prompt = tokens(4)
+        made.store("a", prompt)
+        b = made.client("b", object_bytes=OBJECT_BYTES // 2)
+        assert b.lookup("r", prompt).hit_chunks == 0
+        assert "layout" in made.peer("b", "a").problem
+        before = made.calls("a", "LookupAndLease")
+        assert before == 1
+        assert b.lookup("s", prompt).hit_chunks == 0
+        assert made.calls("a", "LookupAndLease") == before
+        assert made.servers["a"].run(made.sharing("a").status).given_leases == 0

@@ -30,7 +30,6 @@ class LocalCoordinator(LocalServer):
     def _make(self):
         return Coordinator(self.config)
 
-    @property
     def stub(self):
         return coordinator_service_pb2_grpc.CoordinatorServiceStub(self.channel())
 
@@ -38,32 +37,36 @@ class LocalCoordinator(LocalServer):
 class Fleet:
     """Servers by name, each with a socket file of its own. `settings` are of all of them."""
 
-    def __init__(self, folder: Path, stack: contextlib.ExitStack, **settings) -> None:
+    def __init__(self, folder: Path, stack: contextlib.ExitStack, coordinator=None, **settings) -> None:
         self.folder = folder
         self.servers: dict[str, LocalServer] = {}
-        self.coordinator = stack.enter_context(LocalCoordinator(folder))
-        self._stub = self.coordinator.stub
+        self.coordinator = coordinator or stack.enter_context(LocalCoordinator(folder))
+        self._stub = self.coordinator.stub()
         self._stack = stack
         self._settings = settings
         self._clients: dict[str, RawClient] = {}
 
-    def start(self, name: str, **settings) -> LocalServer:
+    def start(self, name: str, *, wait: bool = True, **settings) -> LocalServer:
         """Start a server, or another run of one that has stopped, and wait until all know each other."""
         folder = self.folder / name
         folder.mkdir(exist_ok=True)
         every = {"server_id": name, "coordinator": (self.coordinator.address,), **FAST, **self._settings}
         self.servers[name] = self._stack.enter_context(LocalServer(folder, **{**every, **settings}))
-        eventually(self._acquainted)
+        if wait:
+            self.acquainted()
         return self.servers[name]
 
     def stop(self, name: str) -> None:
         self._clients.pop(name).let_go() if name in self._clients else None
         self.servers.pop(name).__exit__()
 
-    def client(self, name: str, path: str = "shm") -> RawClient:
+    def acquainted(self) -> None:
+        eventually(self._acquainted)
+
+    def client(self, name: str, path: str = "shm", **fields) -> RawClient:
         """Registered; one for each server."""
         if name not in self._clients:
-            client = RawClient(self.servers[name].channel()).register(path)
+            client = RawClient(self.servers[name].channel()).register(path, **fields)
             self._stack.callback(client.let_go)
             self._clients[name] = client
         return self._clients[name]
@@ -88,6 +91,11 @@ class Fleet:
         peers = self.servers[name].run(self.sharing(name).status).peers
         return next(each for each in peers if each.server_id == other)
 
+    def calls(self, name: str, method: str) -> int:
+        """How often a server was asked this, in vain or not."""
+        counted = self.servers[name].server._rpcs._calls
+        return sum(count for (called, _), count in counted.items() if called.endswith(method))
+
     def check(self) -> None:
         for server in self.servers.values():
             server.sweep()
@@ -107,9 +115,10 @@ class Fleet:
 
 
 @contextlib.contextmanager
-def fleet(folder: Path, *names: str, **settings):
+def fleet(folder: Path, *names: str, coordinator=None, **settings):
+    """`coordinator` is one that is there already, in a process of its own."""
     with contextlib.ExitStack() as stack:
-        made = Fleet(folder, stack, **settings)
+        made = Fleet(folder, stack, coordinator, **settings)
         for name in names:
             made.start(name)
         yield made

@@ -30,11 +30,14 @@ def gone(name: object, tier: int = 1) -> event_pb2.CacheEvent:
 class Member(peer_service_pb2_grpc.PeerServiceServicer):
     """`held` is what its snapshot tells. `hang`: it takes the call and never answers."""
 
-    def __init__(self, coordinator, server_id: str, folder, run: int = 1, chunk_size: int = 4) -> None:
+    def __init__(
+        self, coordinator, server_id: str, folder, run: int = 1, chunk_size: int = 4, features=()
+    ) -> None:
         self.stub = coordinator.stub()
         self.server_id = server_id
         self.run = run
         self.chunk_size = chunk_size
+        self.features = features
         self.sequence = 0
         self.held: list[event_pb2.CacheEvent] = []
         self.snapshots = 0
@@ -76,6 +79,7 @@ class Member(peer_service_pb2_grpc.PeerServiceServicer):
             addresses=[self.address],
             chunk_size=self.chunk_size,
             digest_function=1,
+            features=self.features,
         )
         return self.stub.RegisterServer(pb.RegisterServerRequest(server=info))
 

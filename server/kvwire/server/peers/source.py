@@ -165,6 +165,8 @@ class PeerSource:
             await self._try(search, chosen[0], places, until)
             if longest_boundary(shards, search.masks) == position:
                 search.useless.add(chosen[0])
+            else:
+                search.useless.clear()
 
     async def _try(
         self, search: _Search, place: Place, places: Sequence[Sequence[Place]], until: float
@@ -229,7 +231,7 @@ class PeerSource:
 
 @dataclass(slots=True)
 class _Search:
-    """`masks` grows with what was found, `useless` are servers that had nothing."""
+    """`masks` grows with what was found, `useless` are servers that had nothing to go on from there."""
 
     wanted: Wanted
     masks: list[int]
