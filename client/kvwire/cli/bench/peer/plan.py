@@ -48,6 +48,7 @@ class Plan:
     lookup_chunks: int = 16
 
     restarts: int = 3
+    restart_prompts: int = 64
 
     def rounds_of(self, size: int) -> int:
         return self.rounds or (5 if size >= 512 * MIB else 15)
@@ -83,4 +84,5 @@ QUICK: Final = Plan(
     stale_prompts=10,
     stale_lookups=40,
     restarts=1,
+    restart_prompts=16,
 )

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
     from kvwire.cli.bench.peer.small import Prompt, Small
     from kvwire.v1 import coordinator_service_pb2 as pb
 
-PROMPTS: Final = 64
 PAUSE_S: Final = 0.01
 
 
@@ -81,19 +80,19 @@ class Found:
 
 def measure(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
     found = Found()
-    with small(plan, PROMPTS) as bench:
+    with small(plan, plan.restart_prompts) as bench:
         for number in range(plan.restarts):
             for again in (True, False):
                 title = "restarted at once" if again else "stays away"
                 progress(f"a server is killed, {title}: {number + 1} of {plan.restarts}")
-                _killed(bench, found, again=again)
-        placements = PROMPTS * bench.chunks
+                _killed(bench, plan.restart_prompts, found, again=again)
+        placements = plan.restart_prompts * bench.chunks
     return {"placements": placements, "restarts": plan.restarts, **found.report()}
 
 
-def _killed(bench: Small, found: Found, *, again: bool) -> None:
+def _killed(bench: Small, count: int, found: Found, *, again: bool) -> None:
     running = bench.running
-    prompts = bench.stored(PROMPTS)
+    prompts = bench.stored(count)
     bench.leave(running.a)
     running.b.settle()
     member = running.member(running.a)
