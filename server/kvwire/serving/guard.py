@@ -46,6 +46,8 @@ class Guard:
         self._unlimited = unlimited
         self._open_while_draining = unlimited | open_while_draining
         self.in_flight = 0
+        # Of those in flight: calls that only wait, and count against no limit meanwhile.
+        self.waiting = 0
         self.rejected = 0
         self.draining = False
         self._idle = asyncio.Event()
@@ -136,11 +138,12 @@ class Guard:
     def _admit(self, method: str, limited: bool) -> None:
         if self.draining and method not in self._open_while_draining:
             raise Draining("The server is shutting down and takes no new work.")
-        if limited and self.in_flight > self.max_in_flight:
+        in_flight = self.in_flight - self.waiting
+        if limited and in_flight > self.max_in_flight:
             self.rejected += 1
             raise Overloaded(
-                f"{self.in_flight} calls are in flight, {self.max_in_flight} are allowed: repeat it soon.",
-                in_flight=self.in_flight,
+                f"{in_flight} calls are in flight, {self.max_in_flight} are allowed: repeat it soon.",
+                in_flight=in_flight,
                 allowed=self.max_in_flight,
             )
 

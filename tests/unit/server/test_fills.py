@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from kvwire.keys import chunk_keys, root
+from kvwire.keys import chunk_keys, root, salt_digest
 from kvwire.server.messages import Prompt, SlotState
 from support.domain import (
     CHUNK,
@@ -280,6 +280,23 @@ def test_a_client_whose_keys_name_themselves_as_parents_stops_nobody():
     domain.store(registration, "s", 1, 1)
     assert states(domain.begin(registration, "s", 2, 1)) == [SlotState.ALREADY_STORED]
     domain.check()
+
+
+def test_bl52_a_tenant_at_its_quota_gives_way_to_itself_or_gets_nothing():
+    below = Below(pool=28, policy="tenant")
+    domain, registration = below.domain, below.registration
+    domain.store_prompt(registration, "others", tokens(10, seed=6), with_salt("b"))
+    domain.store_prompt(registration, "own", tokens(6, seed=5), with_salt("a"))
+    below.store.tenants.set_limits({salt_digest("a"): 8 * OBJECT_BYTES})
+    below.space = domain.engine.space_of(with_salt("a"))
+    keys = chunk_keys(root(with_salt("a"), CHUNK), tokens(9), CHUNK)
+    assert below.begin(keys).full
+    assert domain.engine.store.evicted_chunks == 0
+    fill = below.begin(keys[:5])
+    assert not fill.full
+    below.commit_all(fill)
+    assert domain.hit(tokens(6, seed=5), with_salt("a")) == 3
+    assert domain.hit(tokens(10, seed=6), with_salt("b")) == 10
 
 
 def test_tenants_of_one_prompt_share_nothing(below):

@@ -196,7 +196,7 @@ class Bringing:
         except TimeoutError:
             return False
         try:
-            if owner.make_way is not None:
+            if owner.make_way is not None and not self.over:
                 await owner.make_way(size, self.until)
             if self.over:
                 return False

@@ -90,9 +90,14 @@ class Fills:
 
     def room(self, space: Space, keys: Sequence[bytes]) -> int:
         """Bytes that could be had for this prompt without evicting any of it."""
-        own = (self._store.get(key, space) for key in keys)
+        store = self._store
+        own = (store.get(key, space) for key in keys)
         idle = sum(chunk.size for chunk in own if chunk is not None and chunk.idle)
-        return self._store.allocator.free_bytes + self._store.evictable_bytes - idle
+        room = store.allocator.free_bytes + store.evictable_bytes
+        use = store.tenants.of(space)
+        if use.limit:
+            room = min(room, use.limit - use.used + use.evictable)
+        return max(0, room - idle)
 
     def extents(self, space: Space) -> list[int]:
         """Bytes that an object takes, by its group."""
