@@ -97,23 +97,36 @@ def settings(size: int = 1 << 20, **fields) -> TierSettings:
 
 
 @contextlib.asynccontextmanager
-async def open_tier(backend: FakeBackend, size: int = 1 << 20, *, heard: Heard | None = None, vault=None):
+async def open_tier(
+    backend: FakeBackend,
+    size: int = 1 << 20,
+    *,
+    heard: Heard | None = None,
+    vault=None,
+    patience: float = 5,
+):
     """A tier that runs, opened unless `open` fails."""
     threads = Threads(1, "kvwire-test")
     tier = Tier(settings(size), backend, "server", threads, vault=vault, listener=heard or Heard())
-    await tier.start(5)
-    running = asyncio.create_task(tier.run())
+    running = None
     try:
+        await tier.start(patience)
+        running = asyncio.create_task(tier.run())
         yield tier
     finally:
-        running.cancel()
-        await asyncio.gather(running, return_exceptions=True)
+        if running is not None:
+            running.cancel()
+            await asyncio.gather(running, return_exceptions=True)
         await tier.close()
         threads.close()
 
 
+async def until(condition) -> None:
+    async with asyncio.timeout(10):
+        while not condition():  # noqa: ASYNC110 - a test looks from outside
+            await asyncio.sleep(0)
+
+
 async def settled(tier: Tier) -> None:
     """Until everything that is to be deleted has gone."""
-    async with asyncio.timeout(10):
-        while tier.index.doomed:  # noqa: ASYNC110 - a test looks from outside
-            await asyncio.sleep(0.001)
+    await until(lambda: not tier.index.doomed)

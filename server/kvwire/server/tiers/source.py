@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import ChecksumMismatch, TransferFailed
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from kvwire.server.tiers.tier import Tier
 
     Done = Callable[[Target, bytes, KvwireError | None], None]
+
+log = logging.getLogger("kvwire.server")
 
 READS: Final = 8
 """Objects of one prompt that are read at a time."""
@@ -78,7 +81,7 @@ class FoundInTier:
                 digest, error = b"", None
                 try:
                     digest = await self._read(target, until)
-                except (ReadFailed, LookupError) as failed:
+                except Exception as failed:  # noqa: BLE001 - told to whoever waits for the object, and logged
                     error = self._error(target, failed)
                 done(target, digest, error)
 

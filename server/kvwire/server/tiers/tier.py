@@ -100,8 +100,10 @@ class Tier:
         self._opening = asyncio.get_running_loop().create_task(self._open(), name=f"kvwire-open-{self.name}")
         if not (await asyncio.wait((self._opening,), timeout=seconds))[0]:
             self.problems.failed("cannot be used yet", "it has not told what it holds")
-        elif isinstance(error := self._opening.exception(), ConfigError):
-            raise error
+        elif error := self._opening.exception():
+            if not isinstance(error, BackendError):
+                raise error
+            self.problems.failed("cannot be used", error)
 
     async def run(self) -> None:
         """Open, as often as it takes; then delete what is to be deleted, for ever."""
@@ -129,6 +131,9 @@ class Tier:
         False: it is not there, for a reason that is counted; nothing of it stays.
         """
         chunk = stored.chunk
+        if not self.ready:
+            self.counters.skipped_objects += 1
+            return False
         try:
             space = await self._open_space(chunk.space)
         except BackendError as error:

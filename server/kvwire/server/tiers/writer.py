@@ -47,7 +47,7 @@ class Saving:
     async def save(self, stored: StoredObject) -> bool:
         """False: it is not in the tier; it is counted why. Raises nothing but CancelledError."""
         tier = self.tier
-        if stored.state is not ObjectState.RESIDENT or not tier.ready:
+        if stored.state is not ObjectState.RESIDENT:
             tier.counters.skipped_objects += 1
             return False
         chunk = stored.chunk
