@@ -24,9 +24,16 @@ PREFETCH_S: Final = 30.0
 
 async def bring(core: Core, lacking: Lacking, context: Any) -> Brought:
     """Bring what a lookup lacks, for as long as it may wait. The caller releases what it gets."""
-    prefetcher = core.prefetcher
+    prefetcher, guard = core.prefetcher, core.guard
     patience = _patience(context.time_remaining(), core.config.prefetch_deadline)
-    brought = await prefetcher.bring(lacking.space, lacking.keys, lacking.tokens, prefetcher.now() + patience)
+    if guard.waiting >= guard.max_in_flight:
+        patience = 0.0
+    guard.waiting += 1
+    try:
+        until = prefetcher.now() + patience
+        brought = await prefetcher.bring(lacking.space, lacking.keys, lacking.tokens, until)
+    finally:
+        guard.waiting -= 1
     lacking.came = brought.origins
     core.absorb()
     return brought
