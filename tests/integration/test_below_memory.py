@@ -180,7 +180,7 @@ def test_lookups_that_wait_keep_nobody_out(short_tmp):
         # No more than that wait: the others answer with what is there.
         assert site.client.lookup("s3", tokens(4)).hit_chunks == 0
         assert site.client.lookup("other", tokens(3, seed=4)).asked_chunks == 3
-        assert site.client.begin_store("other", 0, 3).ticket.lease_id
+        assert site.client.abort(site.client.begin_store("other", 0, 3).ticket.lease_id) == 3
         site.open(gate)
         for each in waiting:
             each.join()
