@@ -174,7 +174,8 @@ class ArcPolicy(Clock):
 
     def victim(self, protect: int) -> Chunk | None:
         first = 1 if self._bytes[1] > self._target else 2
-        return self._pop(first, protect) or self._pop(3 - first, protect)
+        # The second may have moved chunks to the first, which were offered before they changed the tier.
+        return self._pop(first, protect) or self._pop(3 - first, protect) or self._pop(first, protect)
 
     def check_integrity(self, chunks: Iterable[Chunk]) -> None:
         chunks = list(chunks)
