@@ -23,6 +23,7 @@ from kvwire.server.limits import OPEN_WHILE_DRAINING, UNLIMITED
 from kvwire.server.metrics import OPEN_STREAMS, ServerState, server_registry
 from kvwire.server.peer import PeerService
 from kvwire.server.peers.calls import Calls
+from kvwire.server.peers.metrics import SharingFacts
 from kvwire.server.peers.sharing import Sharing
 from kvwire.server.pinning import Pinning
 from kvwire.server.quotas import Quotas
@@ -140,6 +141,7 @@ class CacheServer:
                 fetches=core.prefetcher.under_way,
                 fetching_bytes=core.prefetcher.budget.used,
                 tiers=tuple(core.tiers.status()),
+                sharing=core.sharing.facts() if core.sharing is not None else SharingFacts(),
                 **core.fleet.facts(),
             )
 

@@ -28,6 +28,7 @@ UNLIMITED: Final = frozenset(
         "EndRetrieve",
         "AbortStore",
         "GetStatus",
+        "ReleaseLease",
     }
 )
 """Calls that are never refused for load: life signs, open streams, and calls that give something back."""

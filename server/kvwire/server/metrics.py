@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.server.fetch.prefetcher import FetchCounters
 from kvwire.server.fetch.source import Origin
+from kvwire.server.peers.metrics import PEER_METRICS, SharingFacts
 from kvwire.server.tiers.metrics import TIER_METRICS
 from kvwire.serving.metrics import Metric, RpcMetrics, counter, gauge, program_registry
 
@@ -41,6 +42,7 @@ class ServerState:
     journal_bytes: int = 0
     dropped_batches: int = 0
     tiers: tuple[TierStatus, ...] = ()
+    sharing: SharingFacts = field(default_factory=SharingFacts)
     fetched: FetchCounters = field(default_factory=FetchCounters)
     fetches: int = 0
     fetching_bytes: int = 0
@@ -214,6 +216,7 @@ SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
         lambda s: s.dropped_batches,
     ),
     *TIER_METRICS,
+    *PEER_METRICS,
     gauge("kvwire_draining", "1 while the server takes no new work.", lambda s: float(s.draining)),
     counter(
         "kvwire_background_task_deaths_total",

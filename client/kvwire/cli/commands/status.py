@@ -46,6 +46,12 @@ def print_status(reply: admin.GetStatusResponse) -> None:
             [_tier_row(each) for each in reply.tiers],
             title="\nlower tiers",
         )
+    if reply.sharing.peers:
+        render.print_rows(
+            ("server", "address", "path", "#chunks", "#fetched", "gone wrong", "problem"),
+            [_peer_row(each) for each in reply.sharing.peers],
+            title="\nother servers",
+        )
     if reply.coordinators:
         render.print_rows(
             ("coordinator", "member", "events", "#arrived", "#answered", "problem"),
@@ -119,10 +125,37 @@ def _traffic(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
         stored, read = units.format_size(path["stored_bytes"]), units.format_size(path["retrieved_bytes"])
         if path["stored_bytes"] or path["retrieved_bytes"]:
             yield f"moved by {path['path']}", f"{stored} stored, {read} retrieved"
+    yield from _sharing(reply)
     if counters.evicted_chunks:
         yield "evicted", f"{counters.evicted_chunks} chunks, {units.format_size(counters.evicted_bytes)}"
     if counters.expired_leases:
         yield "expired", f"{counters.expired_leases} leases"
+
+
+def _sharing(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
+    """Of a server that has asked, or given anything to, another."""
+    sharing = reply.sharing
+    if sharing.asked_chunks:
+        told = f"{sharing.located_chunks} of {sharing.asked_chunks} chunks asked for are known elsewhere"
+        told += f", {sharing.fetched_chunks} fetched, {sharing.fallback_chunks} not to be had"
+        if sharing.directory_failures:
+            told += f", {sharing.directory_failures} questions without an answer in time"
+        yield "directory", told
+    if sharing.given_leases:
+        yield "given", f"{units.format_size(sharing.given_bytes)} to others, {sharing.given_leases} leases"
+
+
+def _peer_row(peer: admin.PeerStatus) -> tuple[object, ...]:
+    wrong = [(peer.failed_hints, "hints"), (peer.failed_transfers, "transfers")]
+    return (
+        peer.server_id,
+        peer.address or "-",
+        render.plain(peer)["path"] or "-",
+        peer.fetched_chunks,
+        units.format_size(peer.fetched_bytes),
+        ", ".join(f"{count} {what}" for count, what in wrong if count) or "-",
+        peer.problem or "-",
+    )
 
 
 def _origins(counters: admin.CacheCounters) -> str:

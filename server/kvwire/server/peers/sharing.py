@@ -16,6 +16,7 @@ from kvwire.server.peers.hints import Hints
 from kvwire.server.peers.links import Links
 from kvwire.server.peers.loans import LoanTools
 from kvwire.server.peers.members import Members, PeerInfo
+from kvwire.server.peers.metrics import SharingFacts
 from kvwire.server.peers.source import PeerSource, SharingCounters
 from kvwire.server.peers.standing import Standing
 from kvwire.transfer.hosts import host_id
@@ -101,6 +102,27 @@ class Sharing:
             fallback_chunks=self.counters.fallback_chunks,
             given_leases=lending.given_leases,
             given_bytes=lending.given_bytes,
+        )
+
+    def facts(self) -> SharingFacts:
+        asked, lending = self.directory.counters, self._core.engine.lending
+        others, each = self.members.latest(), self.counters.peers.values()
+        apart = sum(bool(self._problem(info)) for info in others)
+        return SharingFacts(
+            sharing=len(others) - apart,
+            apart=apart,
+            fetched_chunks=sum(peer.fetched_chunks for peer in each),
+            fetched_bytes=sum(peer.fetched_bytes for peer in each),
+            failed_hints=sum(peer.failed_hints for peer in each),
+            failed_transfers=sum(peer.failed_transfers for peer in each),
+            fallback_chunks=self.counters.fallback_chunks,
+            given_leases=lending.given_leases,
+            given_bytes=lending.given_bytes,
+            questions=asked.questions,
+            failed_questions=asked.failures,
+            question_seconds=asked.seconds,
+            asked_chunks=asked.asked_chunks,
+            located_chunks=asked.located_chunks,
         )
 
     def _peer(self, info: PeerInfo) -> admin.PeerStatus:
