@@ -5,9 +5,13 @@ from __future__ import annotations
 import asyncio
 
 import pytest
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from kvwire import telemetry
 from kvwire.server.fetch.prefetcher import FetchLimits
 from kvwire.server.fetch.source import Origin
+from kvwire.telemetry import tracing
 from support.below_memory import Below, until
 from support.domain import FULL, OBJECT_BYTES, layout, recurrent_group, tokens, window_group
 from support.fake_source import FakeSource
@@ -539,4 +543,54 @@ async def test_a_brought_chunk_counts_as_seen_once_for_arc():
     assert [below.domain.engine.store.get(key).tier for key in below.keys(2)] == [1, 1]
     await below.look_up(2, "t")
     assert [below.domain.engine.store.get(key).tier for key in below.keys(2)] == [2, 2]
+    await below.settle()
+
+
+# --- what is told
+
+
+@pytest.fixture
+def spans():
+    exporter = InMemorySpanExporter()
+    provider = tracing.make_provider("server")
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    on = tracing.activate(tracing.Tracing(provider))
+    yield exporter.get_finished_spans
+    on.shutdown()
+
+
+async def test_a_span_for_each_source_is_a_child_of_the_lookups(spans):
+    near, far = disk(), peers()
+    below = Below(near, far)
+    keys = below.keys(5)
+    near.have(keys[:3])
+    far.have(keys)
+    near.damaged.add((keys[1], 0))
+    with telemetry.span("a lookup"):
+        await below.look_up(5)
+    await below.settle()
+    *fetches, lookup = spans()
+    assert lookup.name == "a lookup"
+    assert {span.name for span in fetches} == {"kvwire.fetch"}
+    assert {span.parent.span_id for span in fetches} == {lookup.context.span_id}
+    told = {
+        (a["kvwire.origin"], a["kvwire.source"], a["kvwire.chunks"], a["kvwire.size_bytes"] // OBJECT_BYTES,
+         a["kvwire.fetched_bytes"] // OBJECT_BYTES, a["kvwire.failed_objects"])
+        for a in (span.attributes for span in fetches)
+    }  # fmt: skip
+    assert told == {("l2", "disk", 3, 3, 2, 1), ("peer", "peers", 2, 2, 2, 0), ("peer", "peers", 1, 1, 1, 0)}
+
+
+async def test_what_was_fetched_is_counted_by_origin():
+    near, far = disk(), peers()
+    below = Below(near, far)
+    keys = below.keys(5)
+    near.have(keys[:3])
+    far.have(keys)
+    near.damaged.add((keys[1], 0))
+    await below.look_up(5)
+    counters = below.prefetcher.counters
+    assert counters.objects == {"l2": 2, "peer": 3}
+    assert counters.bytes == {"l2": 2 * OBJECT_BYTES, "peer": 3 * OBJECT_BYTES}
+    assert (counters.failed_objects, counters.faults) == ({"l2": 1}, 0)
     await below.settle()

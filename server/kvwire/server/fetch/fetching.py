@@ -33,6 +33,7 @@ class Fetching:
         self._targets = list(targets)
         self._open = {(target.index, target.shard): stored for target, stored in targets.items()}
         self._fetched = 0
+        self._lost = 0
 
     async def run(self, until: float) -> None:
         size = sum(target.size for target in self._targets)
@@ -49,7 +50,7 @@ class Fetching:
                 await asyncio.wait({fetch}, timeout=patience)
             finally:
                 await self._close(fetch)
-                span.set(fetched_bytes=self._fetched)
+                span.set(fetched_bytes=self._fetched, failed_objects=self._lost)
 
     def _done(self, target: Target, checksum: bytes, error: KvwireError | None) -> None:
         stored = self._open.pop((target.index, target.shard), None)
@@ -72,6 +73,7 @@ class Fetching:
 
     def _failed(self, index: int, stored: StoredObject, reason: str) -> None:
         log.debug("%s did not give an object: %s", self._source.name, reason)
+        self._lost += 1
         counters = self._owner.counters
         counters.add(counters.failed_objects, self._source.origin.value, 1)
         self._bringing.failed(self._source, index, stored.shard)
