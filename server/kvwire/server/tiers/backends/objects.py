@@ -25,10 +25,11 @@ if TYPE_CHECKING:
 
 PAGE: Final = 1000
 THREADS: Final = 2
+TOGETHER: Final = 16
 PIECE: Final = 1 << 20
 """Bytes of one step of a read, copied on the event loop."""
 
-REFUSALS: Final = {400, 401, 403, 405, 409, 411, 412, 413, 414, 501}
+REFUSALS: Final = {400, 401, 403, 404, 405, 409, 411, 412, 413, 414, 501}
 _STATUS: Final = re.compile(r"status code: (\d{3})")
 _SECRET: Final = re.compile(r"([?&](?:sig|X-Amz-[\w-]+|X-Goog-[\w-]+))=[^&\s]*", re.IGNORECASE)
 
@@ -84,12 +85,16 @@ class ObjectBackend:
     async def delete(self, names: Sequence[str]) -> None:
         paths = [self._path(name) for name in names]
         for start in range(0, len(paths), PAGE):
+            page = paths[start : start + PAGE]
             try:
-                await self._delete(paths[start : start + PAGE])
-            except NotFound:
-                for path in paths[start : start + PAGE]:
-                    with contextlib.suppress(NotFound):
-                        await self._delete([path])
+                await self._delete(page)
+            except NotFound:  # some storages mind, and do not tell which were deleted
+                for few in range(0, len(page), TOGETHER):
+                    await asyncio.gather(*(self._gone(path) for path in page[few : few + TOGETHER]))
+
+    async def _gone(self, path: str) -> None:
+        with contextlib.suppress(NotFound):
+            await self._delete([path])
 
     async def _delete(self, paths: Sequence[str]) -> None:
         with self._told(self._timeout):
@@ -143,7 +148,7 @@ def _kind(exceptions: Any, error: Exception) -> type[BackendError]:
     if isinstance(error, (*denied, exceptions.InvalidPathError, ValueError)):
         return Refused
     status = _STATUS.search(str(error))
-    if status and ("NoSuchBucket" in str(error) or int(status[1]) in REFUSALS):
+    if status and int(status[1]) in REFUSALS:
         return Refused
     return Unavailable
 
