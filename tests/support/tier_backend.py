@@ -112,6 +112,7 @@ async def open_tier(
     try:
         await tier.start(patience)
         running = asyncio.create_task(tier.run())
+        await asyncio.sleep(0.001)
         yield tier
     finally:
         if running is not None:

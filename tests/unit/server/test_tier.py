@@ -104,7 +104,7 @@ async def test_a_storage_that_is_away_at_the_start_is_taken_up_when_it_comes(mon
     backend, heard = FakeBackend(), Heard()
     async with open_tier(backend) as tier:
         await put(tier, 1)
-    monkeypatch.setattr("kvwire.server.tiers.tier.FIRST_RETRY_S", 0.001)
+    monkeypatch.setattr("kvwire.server.tiers.tier.FIRST_RETRY_S", 0.05)
     backend.errors["open"] = [Unavailable("away"), Unavailable("away")]
     backend.errors["list"] = [Unavailable("gone again")]
     async with open_tier(backend, heard=heard) as tier:

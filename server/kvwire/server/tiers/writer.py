@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
-from typing import TYPE_CHECKING, Final, NamedTuple
+from collections import OrderedDict
+from typing import TYPE_CHECKING, Final
 
 from kvwire.server.store import ObjectState
 
@@ -24,11 +24,6 @@ WRITES: Final = {"file": 2}
 MORE_WRITES: Final = 6
 """Objects that are written at a time: a folder is fast, others are far away."""
 PATIENCE_S: Final = 2.0
-
-
-class _Job(NamedTuple):
-    stored: StoredObject
-    since: float
 
 
 class Saving:
@@ -51,9 +46,9 @@ class Saving:
             tier.counters.skipped_objects += 1
             return False
         chunk = stored.chunk
-        tier.index.follow_up(chunk)
         self.store.pin((chunk,))
         try:
+            tier.index.follow_up(chunk)
             return await tier.write(stored, self._view(stored.offset, stored.size))
         except Exception:
             log.exception("L2 %s: an object was not written", tier.name)
@@ -71,7 +66,8 @@ class Writer:
         self.tier.on_ready = self.fill
         self._saving = saving
         self._quiet = quiet
-        self._queue: deque[_Job] = deque()
+        # What waits, and since when.
+        self._queue: OrderedDict[StoredObject, float] = OrderedDict()
         self._news = asyncio.Semaphore(0)
         self.busy = 0
         self._hurry = False
@@ -84,12 +80,13 @@ class Writer:
 
     def offer(self, stored: StoredObject) -> None:
         """It will be written, or skipped and counted."""
-        if self.tier.has(stored.chunk, stored.shard) or not self.tier.ready:
+        known = stored in self._queue or self.tier.has(stored.chunk, stored.shard)
+        if known or not self.tier.ready:
             return
         if len(self._queue) >= MAX_QUEUED:
             self.tier.counters.skipped_objects += 1
             return
-        self._queue.append(_Job(stored, time.monotonic()))
+        self._queue[stored] = time.monotonic()
         self._news.release()
 
     def fill(self) -> None:
@@ -114,12 +111,12 @@ class Writer:
     async def _work(self) -> None:
         while True:
             await self._news.acquire()
-            job = self._queue.popleft()
+            stored, since = self._queue.popitem(last=False)
             self.busy += 1
             try:
                 if not self._hurry:
-                    await self._quiet(job.since + PATIENCE_S)
-                await self._save(job.stored)
+                    await self._quiet(since + PATIENCE_S)
+                await self._save(stored)
             finally:
                 self.busy -= 1
 
