@@ -25,6 +25,10 @@ $(STAMP): pyproject.toml scripts/setup.sh $(wildcard requirements/*.txt)
 demo: setup ## one engine stores, a fresh one finds it; DEMO_ARGS="--path shm|ucx|inline"
 	$(BIN)/kvwire demo $(DEMO_ARGS)
 
+.PHONY: demo-fleet
+demo-fleet: setup ## the same with a coordinator and two servers, between which the bytes move
+	$(BIN)/kvwire demo --fleet $(DEMO_ARGS)
+
 .PHONY: test
 test: setup check-proto ## the tests, vLLM included; PYTEST_ARGS="-m 'not e2e'" leaves vLLM out
 	@scripts/programs.sh

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from kvwire.cli.demo import children, model, report
-from kvwire.cli.demo.scenario import EngineRun, Outcome
+from kvwire.cli.demo.scenario import EngineRun, Outcome, Shared
 from kvwire.cli.demo.server import Traffic
 
 RUN = EngineRun(prompt_tokens=1000, cached_tokens=0, first_token_s=2.0, text=" Apache", token_ids=[1, 2, 3])
@@ -50,6 +50,28 @@ def test_whatever_is_wrong_is_named(change, problem):
     found = json.loads(report.as_json(outcome))
     assert found["held"] is False
     assert found["problems"] == outcome.problems
+
+
+FLEET = replace(GOOD, shared=Shared(tokens=960, moved={"ucx-local": 3 << 20}))
+
+
+def test_a_fleet_is_asked_for_what_went_between_its_servers(capsys):
+    assert FLEET.problems == []
+    report.print_table(FLEET)
+    assert "3 MiB by ucx-local" in capsys.readouterr().out
+    found = json.loads(report.as_json(FLEET))
+    assert (found["tokens_from_peer"], found["peer_bytes"]) == (960, {"ucx-local": 3 << 20})
+
+
+@pytest.mark.parametrize(
+    ("shared", "problem"),
+    [
+        (Shared(tokens=0, moved={"ucx-local": 1}), "only 0 of B's 960 tokens came from A's server"),
+        (Shared(tokens=960, moved={}), "no bytes went from A's server to B's"),
+    ],
+)
+def test_whatever_did_not_come_from_the_other_server_is_named(shared, problem):
+    assert replace(FLEET, shared=shared).problems == [problem]
 
 
 CHILD = """

@@ -22,7 +22,8 @@ TEXT = """One engine stores a prompt's KV, a fresh one finds it: real vLLM, a re
 Starts a cache server, runs vLLM engine A and then a fresh engine B on this project's LICENSE, and B once
 more without kvwire, each in a process of its own, in float32. The model (Gemma 3 270M, Gemma Terms of Use) is
 downloaded on first use and kept in the user's cache folder. Exit status 0: the outputs are identical, at
-least 90 % of B's prompt came from kvwire, and the bytes went by the path asked for.
+least 90 % of B's prompt came from kvwire, and the bytes went by the path asked for. With --fleet there are a
+coordinator and two servers: A is at one, B at the other, and all that B finds has to come from A's server.
 """
 
 MODEL_HELP = (
@@ -36,6 +37,9 @@ command = App(name="demo", help=TEXT, help_format="plaintext", version_flags=())
 @command.default
 def demo(
     *,
+    fleet: Annotated[
+        bool, Parameter(help="Two servers and a coordinator: B's server gets it from A's.", negative=())
+    ] = False,
     path: Annotated[
         Literal["shm", "ucx", "inline"], Parameter(help="How the bytes move between engine and server.")
     ] = "shm",
@@ -54,7 +58,7 @@ def demo(
             extra="vllm",
         )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    options = Options(path, model, document, max_tokens, l1_size)
+    options = Options(path, model, document, max_tokens, l1_size, fleet)
     work = Path(tempfile.mkdtemp(prefix="kvwire-demo-"))
     keep = False
     try:
@@ -71,5 +75,5 @@ def demo(
         if not keep:
             shutil.rmtree(work, ignore_errors=True)
     if keep:
-        sys.stderr.write(f"The logs of the server and the engines are in {work}\n")
+        sys.stderr.write(f"The logs of the servers and the engines are in {work}\n")
     return int(keep)

@@ -27,6 +27,7 @@ class Options:
     document: Path | None
     max_tokens: int
     l1_size: str
+    fleet: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,14 @@ class EngineRun:
 
 
 @dataclass(frozen=True)
+class Shared:
+    """What B's server got from A's: hit tokens, and bytes by data path."""
+
+    tokens: int
+    moved: dict[str, int]
+
+
+@dataclass(frozen=True)
 class Outcome:
     path: str
     document: str
@@ -49,6 +58,8 @@ class Outcome:
     b: EngineRun
     plain: EngineRun
     traffic: Traffic
+    shared: Shared | None = None
+    """Of a fleet. `traffic` has then what A stored at its server, and what B retrieved at its own."""
 
     @property
     def identical(self) -> bool:
@@ -72,31 +83,60 @@ class Outcome:
                 found.append(f"no bytes were {what}")
             elif others:
                 found.append(f"bytes were {what} by {', '.join(sorted(others))}, not by {self.path}")
+        if self.shared is not None:
+            found += self._problems_between_servers(self.shared)
+        return found
+
+    def _problems_between_servers(self, shared: Shared) -> list[str]:
+        found = []
+        if shared.tokens < self.b.cached_tokens:
+            found.append(f"only {shared.tokens} of B's {self.b.cached_tokens} tokens came from A's server")
+        if not shared.moved:
+            found.append("no bytes went from A's server to B's")
         return found
 
 
 def play(options: Options, work: Path, steps: Steps) -> Outcome:
-    """Runs everything, one engine after the other; `work` holds the socket and the logs."""
-    prompt = document_text(options.document) + QUESTION
-    model = options.model or prepared(steps)
+    """Runs everything, one engine after the other; `work` holds the sockets and the logs."""
+    cast = Cast(options, work, steps)
+    if options.fleet:
+        from kvwire.cli.demo import fleet
 
-    def run(title: str, log: str, kv_transfer: dict[str, Any] | None) -> EngineRun:
-        task = {
-            "model": str(model),
-            "prompt": prompt,
-            "max_tokens": options.max_tokens,
-            "kv_transfer": kv_transfer,
-        }
-        return run_engine(title, task, work / log, steps)
-
-    with serving(work, options.l1_size) as address:
-        connector = connector_config(address, options.path)
-        a = run("engine A, which stores", "engine-a.log", connector)
-        b = run("engine B, which finds it", "engine-b.log", connector)
-        moved = traffic(address)
-    plain = run("engine B without kvwire", "engine-plain.log", None)
+        a, b, moved, shared = fleet.play(cast)
+    else:
+        a, b, moved = one_server(cast)
+        shared = None
+    plain = cast.run("engine B without kvwire", "engine-plain.log", None)
     document = str(options.document) if options.document else "kvwire's LICENSE"
-    return Outcome(options.path, document, model.name, a, b, plain, moved)
+    return Outcome(options.path, document, cast.model.name, a, b, plain, moved, shared)
+
+
+def one_server(cast: Cast) -> tuple[EngineRun, EngineRun, Traffic]:
+    with serving(cast.work, cast.options.l1_size) as address:
+        a = cast.run("engine A, which stores", "engine-a.log", address)
+        b = cast.run("engine B, which finds it", "engine-b.log", address)
+        return a, b, traffic(address)
+
+
+class Cast:
+    """The engines of one demo: same model, same prompt."""
+
+    def __init__(self, options: Options, work: Path, steps: Steps) -> None:
+        self.options = options
+        self.work = work
+        self.steps = steps
+        self._prompt = document_text(options.document) + QUESTION
+        self.model = options.model or prepared(steps)
+
+    def run(self, title: str, log: str, address: str | None) -> EngineRun:
+        """One engine, at the server of this address or without any."""
+        task = {
+            "model": str(self.model),
+            "prompt": self._prompt,
+            "max_tokens": self.options.max_tokens,
+            "kv_transfer": connector_config(address, self.options.path) if address else None,
+        }
+        return run_engine(title, task, self.work / log, self.steps)
 
 
 def prepared(steps: Steps) -> Path:
