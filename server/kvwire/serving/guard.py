@@ -18,7 +18,7 @@ from kvwire.client.status import rpc_status
 from kvwire.errors import Draining, Internal, InvalidArgument, KvwireError, Overloaded, Unauthenticated
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
     Handler = Callable[[Any, grpc.aio.ServicerContext[Any, Any]], Any]
 
@@ -46,12 +46,20 @@ class Guard:
         self._unlimited = unlimited
         self._open_while_draining = unlimited | open_while_draining
         self.in_flight = 0
-        # Of those in flight: calls that only wait, and count against no limit meanwhile.
         self.waiting = 0
         self.rejected = 0
         self.draining = False
         self._idle = asyncio.Event()
         self.observe = observe
+
+    @contextlib.contextmanager
+    def aside(self) -> Iterator[None]:
+        """While a call only waits, it counts as `waiting`, and not against the limit."""
+        self.waiting += 1
+        try:
+            yield
+        finally:
+            self.waiting -= 1
 
     def drain(self) -> None:
         """Refuse new work from now on."""

@@ -25,6 +25,8 @@ log = logging.getLogger("kvwire.server")
 
 RELEASE_S: Final = 5.0
 """How long a source may take to let go."""
+MAX_ROUNDS: Final = 8
+"""How often it is asked and planned for one prompt, as long as there is time: once more for what failed."""
 
 
 @dataclass(slots=True, eq=False)
@@ -73,7 +75,7 @@ class Bringing:
         self._again = False
 
     async def run(self) -> None:
-        for _ in range(2 + len(self.owner.sources)):
+        for _ in range(MAX_ROUNDS):
             self._again = False
             offers: list[Offer] = []
             try:
@@ -168,20 +170,21 @@ class Bringing:
 
     def _batches(self, plan: Plan) -> Iterator[list[tuple[int, int]]]:
         """(chunk, mask of shards), head first, in parts that may be in flight at once."""
-        limit = self.owner.limits.batch_bytes
+        limits = self.owner.limits
         extents = self.owner.fills.extents(self.space)
         batch: list[tuple[int, int]] = []
-        size = 0
+        size = count = 0
         for index, masks in enumerate(zip(*plan.gives, strict=True)):
             mask = sum(masks)
             if not mask:
                 continue
             added = sum(extents[shard % len(extents)] for shard in shards_of(mask))
-            if batch and size + added > limit:
+            if batch and (size + added > limits.batch_bytes or count >= limits.batch_objects):
                 yield batch
-                batch, size = [], 0
+                batch, size, count = [], 0, 0
             batch.append((index, mask))
             size += added
+            count += mask.bit_count()
         if batch:
             yield batch
 
@@ -197,7 +200,7 @@ class Bringing:
             return False
         try:
             if owner.make_way is not None and not self.over:
-                await owner.make_way(size, self.until)
+                await owner.make_way({self.space.tenant: size}, self.until)
             if self.over:
                 return False
             fill = owner.fills.begin(self.space, self.keys[: plan.boundary], batch)

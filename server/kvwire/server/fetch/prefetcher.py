@@ -25,6 +25,8 @@ log = logging.getLogger("kvwire.server")
 MIB: Final = 1 << 20
 BATCH_BYTES: Final = 256 * MIB
 """Reserved and fetched at once for one prompt."""
+BATCH_OBJECTS: Final = 1024
+"""The same in objects, so that reserving them does not keep others waiting."""
 FLIGHT_BYTES: Final = 2048 * MIB
 """Reserved and fetched at once for all."""
 FLIGHT_SHARE: Final = 0.25
@@ -53,6 +55,7 @@ class FetchLimits:
     flight_bytes: int = FLIGHT_BYTES
     fetch_s: float = 30.0
     grace_s: float = 1.0
+    batch_objects: int = BATCH_OBJECTS
 
     @classmethod
     def of(cls, capacity: int, fetch_s: float) -> FetchLimits:
@@ -101,7 +104,7 @@ class Prefetcher:
         self.limits = limits or FetchLimits()
         self.now = now
         self.sources: list[Source] = []
-        self.make_way: Callable[[int, float], Awaitable[None]] | None = None
+        self.make_way: Callable[[Mapping[str, int], float], Awaitable[None]] | None = None
         self.counters = FetchCounters()
         self.budget = Budget(self.limits.flight_bytes)
         self.waiters: dict[StoredObject, list[Waiter]] = {}

@@ -28,12 +28,9 @@ async def bring(core: Core, lacking: Lacking, context: Any) -> Brought:
     patience = _patience(context.time_remaining(), core.config.prefetch_deadline)
     if guard.waiting >= guard.max_in_flight:
         patience = 0.0
-    guard.waiting += 1
-    try:
+    with guard.aside():
         until = prefetcher.now() + patience
         brought = await prefetcher.bring(lacking.space, lacking.keys, lacking.tokens, until)
-    finally:
-        guard.waiting -= 1
     lacking.came = brought.origins
     core.absorb()
     return brought
@@ -57,7 +54,8 @@ async def prefetch(core: Core, request: admin.PrefetchRequest, context: Any) -> 
     seconds = _patience(context.time_remaining(), PREFETCH_S)
     prefetcher = core.prefetcher
     tokens = request.selector.tokens
-    brought = await prefetcher.bring(space, keys, tokens, prefetcher.now() + seconds)
+    with core.guard.aside():
+        brought = await prefetcher.bring(space, keys, tokens, prefetcher.now() + seconds)
     try:
         core.absorb()
         hit = core.engine.store.find(space, keys)
