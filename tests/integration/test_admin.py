@@ -415,3 +415,24 @@ def test_a_quota_of_the_lower_tier_outlives_a_restart(tmp_path):
         assert stored_quota(stub, red) == (2 * one, 2 * one)
         stub.SetQuota(admin.SetQuotaRequest(tenant=red, tier=L2, limit_bytes=one))
         assert stored_quota(stub, red) == (one, one)
+
+
+def test_what_a_quota_drives_out_of_memory_is_written_below_first(tmp_path):
+    place = f"file://{tmp_path / 'below'}?size=64MiB&store=evict"
+    own = {"policy": "tenant", "state": str(tmp_path / "state"), "l2": (place,)}
+    with local_server(tmp_path, **own) as server:
+        client, stub = client_of(server), stub_of(server)
+        red = limit(stub, 4, salt=RED)
+        for seed in range(5):
+            client.store("s", tokens(2, seed), salt=RED)
+        stored = {key for seed in range(5) for key in client.keys(tokens(2, seed), RED)}
+        in_memory = {each.chunk_key for each in listed(stub, tier=L1, tenant=red)}
+        assert len(in_memory) == 4
+        assert stored - in_memory <= {each.chunk_key for each in listed(stub, tier=L2, tenant=red)}
+        # The same when the quota is lowered: nothing is lost.
+        limit(stub, 1, salt=RED)
+        eventually(lambda: len(listed(stub, tier=L1, tenant=red)) == 1)
+        assert stored == {each.chunk_key for each in listed(stub, tenant=red)}
+        assert server.core.tiers.tiers[0].counters.skipped_objects == 0
+        assert client.lookup("r", tokens(2), salt=RED).hit_chunks == 1
+        server.check()

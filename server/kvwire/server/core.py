@@ -147,7 +147,8 @@ class Core:
             self.left(registration_id)
         self.settle()
         self._free_dead_owners()
-        self.engine.evict_to(1.0 if self.tiers.keeps_below_watermark() else self.config.watermark)
+        if not self.tiers.keep_below_watermark():
+            self.engine.evict_to(self.config.watermark)
 
     def left(self, registration_id: int) -> None:
         """A registration has ended, whatever the reason."""

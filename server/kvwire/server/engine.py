@@ -234,10 +234,10 @@ class CacheEngine:
         end = self._lifecycle.end_session
         return sum(end(session, EndReason.FINISHED) for session in found if session is not None)
 
-    def store_demand(self, registration_id: int, items: Sequence[StoreItem]) -> int:
-        """Bytes that `begin_store` would need if nothing of it were there. 0 for an unknown registration."""
+    def store_demand(self, registration_id: int, items: Sequence[StoreItem]) -> dict[str, int]:
+        """Bytes by tenant that `begin_store` would need if nothing were there; of a registered client."""
         registration = self._state.registrations.get(registration_id)
-        return self._stores.demand(registration, items) if registration is not None else 0
+        return self._stores.demand(registration, items) if registration is not None else {}
 
     def begin_store(
         self, registration_id: int, items: Sequence[StoreItem], now: float

@@ -7,13 +7,14 @@ from kvwire.errors import InvalidArgument, KvwireError, OutOfSpace, RangeInvalid
 from kvwire.keys import TOKEN_BYTES
 from kvwire.server.leases import WriteLease
 from kvwire.server.messages import CommitResult, EndReason, SessionRange, SlotGrant, SlotState, StoreGrant
+from kvwire.server.spaces import identify
 from kvwire.server.store import ObjectState
 from kvwire.server.targets import plan_objects
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvwire.server.messages import CommitItem, StoreItem
+    from kvwire.server.messages import CommitItem, StoreItem, Target
     from kvwire.server.registry import Registration
     from kvwire.server.state import EngineState
     from kvwire.server.store import L1Store, StoredObject
@@ -38,18 +39,26 @@ class Stores:
         self._state = state
         self._targets = targets
 
-    def demand(self, registration: Registration, items: Sequence[StoreItem]) -> int:
-        """Bytes that `begin` would need if nothing of it were there."""
+    def demand(self, registration: Registration, items: Sequence[StoreItem]) -> dict[str, int]:
+        """Bytes by tenant that `begin` would need if nothing of it were there."""
         rounded = self._state.store.allocator.rounded
         sizes = [rounded(size) for size in registration.shards.object_bytes]
-        need = 0
+        need: dict[str, int] = {}
         for item in items:
             target = item.target
             count = target.chunk_count if isinstance(target, SessionRange) else len(target.keys)
-            need += 0 if item.ranges else count * sum(sizes)
+            size = 0 if item.ranges else count * sum(sizes)
             for part in item.ranges:
-                need += part.chunk_count * (sizes[part.group_index] if part.group_index < len(sizes) else 0)
+                size += part.chunk_count * (sizes[part.group_index] if part.group_index < len(sizes) else 0)
+            tenant = self._tenant(registration, target)
+            need[tenant] = need.get(tenant, 0) + size
         return need
+
+    def _tenant(self, registration: Registration, target: Target) -> str:
+        if not isinstance(target, SessionRange):
+            return identify(target.namespace, self._state.chunk_size).tenant
+        session = self._state.sessions.get(registration.client.engine_id, target.session_id)
+        return session.space.tenant if session is not None else ""
 
     def begin(
         self, registration: Registration, items: Sequence[StoreItem], now: float

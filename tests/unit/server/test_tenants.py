@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvwire.server.engine import make_store
 from kvwire.server.layout import ShardMap
 from kvwire.server.store import L1Store, ObjectState, Space, StoredObject
+from kvwire.server.store.upcoming import upcoming, upcoming_of
 from support.domain import BLOCK_BYTES, CHUNK, FULL, OBJECT_BYTES, layout, window_group
 
 TENANTS = ["", "aa", "bb"]
@@ -310,7 +311,25 @@ class TenantMachine(RuleBasedStateMachine):
 
     @rule(objects=st.integers(0, POOL), most=st.integers(1, 5))
     def evict(self, objects: int, most: int) -> None:
+        """What was told to go next goes, and nothing else unless all leaves are in use."""
+        told = upcoming(self.store, self.store.allocator.used - objects * OBJECT_BYTES, most)
+        self.store.check_integrity()
+        before = set(self.store.chunks())
         self.store.evict_to(objects * OBJECT_BYTES, most)
+        gone = before - set(self.store.chunks())
+        # Quotas are met even if there is room.
+        over = not told or self.store.allocator.used < objects * OBJECT_BYTES
+        assert set(told) <= gone or over
+        assert len(gone) <= most
+
+    @rule(tenant=TENANT, objects=st.integers(1, 6))
+    def what_a_tenant_would_give_is_its_own(self, tenant: str, objects: int) -> None:
+        use = self.store.tenants.get(tenant)
+        if use is not None:
+            told = upcoming_of(self.store, use, objects * OBJECT_BYTES, 3)
+            assert all(chunk.space.use is use and chunk.idle for chunk in told)
+            assert len(told) <= 3
+        self.store.check_integrity()
 
     @rule(most=st.integers(1, 5))
     def sweep(self, most: int) -> None:

@@ -181,6 +181,7 @@ class L1Store:
         self.pin((chunk,))
         self.reserved_bytes += extent
         use.reserved += extent
+        use.arrivals += 1
         return stored
 
     def commit(self, stored: StoredObject, checksum: bytes = b"", tokens: bytes = b"") -> None:

@@ -25,6 +25,8 @@ class TenantUse:
     reserved: int = 0
     quarantined: int = 0
     evictable: int = 0
+    # Objects that were ever reserved: while it is the same, nothing has come.
+    arrivals: int = 0
     # Chunks that no boundary can lean on: they go first.
     unreachable: dict[bytes, Chunk] = field(default_factory=dict, repr=False)
 
@@ -61,6 +63,13 @@ class Tenants:
 
     def uses(self) -> list[TenantUse]:
         return list(self._known.values())
+
+    def get(self, tenant: str) -> TenantUse | None:
+        return self._known.get(tenant)
+
+    def limited(self) -> list[TenantUse]:
+        """Those that have a limit."""
+        return [use for use in self.uses() if use.limit] if self.limits else []
 
     def used(self, tenant: str) -> int:
         use = self._known.get(tenant)

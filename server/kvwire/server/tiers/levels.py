@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.server.journal import Entry, EventKind
+from kvwire.server.store.upcoming import needs_room
 from kvwire.server.tiers.backends import make_backend
 from kvwire.server.tiers.crypt import read_vault
 from kvwire.server.tiers.settings import read_tiers
@@ -17,7 +18,7 @@ from kvwire.server.tiers.tier import Tier
 from kvwire.server.tiers.writer import Saving, Writer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Mapping, Sequence
 
     from kvwire.server.config import ServerConfig
     from kvwire.server.journal import Journal
@@ -109,24 +110,26 @@ class Tiers:
         if self._spiller is not None:
             supervisor.start("L2 spiller", self._spiller.run())
 
-    def keeps_below_watermark(self) -> bool:
-        """Whether eviction in the background is done here, after writing; this sets it to work."""
+    def keep_below_watermark(self) -> bool:
+        """Whether eviction in the background is done here, after writing. Sets it to work."""
         if self._spiller is None:
             return False
         self._spiller.poke()
         return True
 
-    async def make_way(self, size: int, until: float) -> None:
-        """Before so many bytes are needed in memory: write first what would go, and wait for what is held
-        because it is being written. As far as it goes until then (monotonic seconds), and at most a moment.
+    async def make_way(self, need: Mapping[str, int], until: float) -> None:
+        """Before so many bytes (by tenant) are needed in memory: write first what would go, and wait for what
+        is held because it is being written. As far as it goes until then (monotonic seconds), and at most a
+        moment.
         """
         store = self._store
-        if store is None or not self.tiers or size <= store.allocator.free_bytes:
+        if store is None or not self.tiers or not needs_room(store, need):
             return
+        size = sum(need.values())
         until = min(until, time.monotonic() + MAKE_WAY_S)
         if self._spiller is not None:
             self._spiller.poke()
-            await self._spiller.make_way(size, until)
+            await self._spiller.make_way(need, until)
         while (  # noqa: ASYNC110 - several may let go
             store.allocator.free_bytes + store.evictable_bytes < size
             and any(writer.busy for writer in self._writers)

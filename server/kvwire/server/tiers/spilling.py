@@ -5,15 +5,16 @@ from __future__ import annotations
 import asyncio
 import time
 from typing import TYPE_CHECKING, Final
+from weakref import WeakKeyDictionary
 
 from kvwire.server.store import ObjectState
-from kvwire.server.store.upcoming import upcoming
+from kvwire.server.store.upcoming import going, needs_room, upcoming, upcoming_of
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from kvwire.server.sealing import Sealer
-    from kvwire.server.store import Chunk, L1Store
+    from kvwire.server.store import Chunk, L1Store, TenantUse
     from kvwire.server.tiers.writer import Saving
 
 AT_ONCE: Final = 8
@@ -41,6 +42,7 @@ class Spiller:
         self._low = max(0, 2 * self._high - capacity)
         self._part = max(1, capacity // PARTS)
         self._tasks: dict[Chunk, asyncio.Task[None]] = {}
+        self._seen: WeakKeyDictionary[TenantUse, tuple[int, int]] = WeakKeyDictionary()
         self._news = asyncio.Event()
 
     @property
@@ -50,7 +52,7 @@ class Spiller:
 
     def poke(self) -> None:
         """There may be something to do."""
-        if self._store.allocator.used > self._low:
+        if self._store.allocator.used > self._low or self._pressed():
             self._news.set()
 
     async def run(self) -> None:
@@ -60,23 +62,23 @@ class Spiller:
             self._news.clear()
             tried: set[Chunk] = set()
             await self._probe(tried)
-            while chunks := self._unsaved(self._store.allocator.used - self._low, tried):
+            while chunks := self._unsaved_ahead(tried):
                 for batch in self._batches(chunks, tried):
                     calm = self._store.allocator.used <= self._high
                     await self._sealer.quiet(time.monotonic() + PATIENCE_S * calm)
                     await _ended(self._begin(batch))
-                    self._evict()
-            self._evict()
+                    self._evict(tried)
+            self._evict(tried)
 
-    async def make_way(self, size: int, until: float) -> None:
-        """Write what would go for so many bytes, as far as it goes until then (monotonic seconds)."""
+    async def make_way(self, need: Mapping[str, int], until: float) -> None:
+        """Write what would go for so many bytes (by tenant), as far as it goes until then (monotonic)."""
         tried: set[Chunk] = set()
         begun: list[asyncio.Task[None]] = []
         try:
             async with asyncio.timeout_at(until):
-                if self._lacking(size) > 0:
+                if needs_room(self._store, need):
                     await _ended(list(self._tasks.values()))
-                while chunks := self._unsaved(self._lacking(size), tried):
+                while chunks := self._unsaved(going(self._store, need, LOOKED_AT), tried):
                     for batch in self._batches(chunks, tried):
                         begun = self._begin(batch)
                         await _ended(begun)
@@ -103,11 +105,11 @@ class Spiller:
     async def close(self) -> None:
         await _cancelled(list(self._tasks.values()))
 
-    def _lacking(self, size: int) -> int:
-        return size - self._store.allocator.free_bytes
-
-    def _evict(self) -> None:
-        self._store.evict_to(self._high, EVICTED)
+    def _evict(self, tried: set[Chunk]) -> None:
+        """Not while something would go that came under pressure a moment ago: its turn is next."""
+        store = self._store
+        if not self._unsaved(upcoming(store, store.allocator.used - self._high, EVICTED), tried):
+            store.evict_to(self._high, EVICTED)
 
     async def _probe(self, tried: set[Chunk]) -> None:
         """One chunk shows whether a tier that did not work does again."""
@@ -117,9 +119,33 @@ class Spiller:
             tried.add(chunk)
             await _ended(self._begin([chunk]))
 
-    def _unsaved(self, size: int, tried: set[Chunk]) -> list[Chunk]:
-        """Of the chunks that go next for so many bytes, those that are not in every tier that works."""
-        chunks = upcoming(self._store, size, LOOKED_AT) if size > 0 else []
+    def _unsaved_ahead(self, tried: set[Chunk]) -> list[Chunk]:
+        """Of what goes next when the memory, or a tenant's part of it, has filled up."""
+        chunks = self._unsaved(
+            upcoming(self._store, self._store.allocator.used - self._low, LOOKED_AT), tried
+        )
+        for use in self._pressed():
+            own = upcoming_of(self._store, use, use.used - self._low_of(use), LOOKED_AT)
+            unsaved = self._unsaved(own, tried)
+            if unsaved:
+                chunks += unsaved
+            else:
+                self._seen[use] = (use.arrivals, use.limit)
+        return chunks
+
+    def _pressed(self) -> list[TenantUse]:
+        """Tenants close to their quotas, of whom something has come since all that may go was written."""
+        return [
+            use
+            for use in self._store.tenants.limited()
+            if use.used > self._low_of(use) and self._seen.get(use) != (use.arrivals, use.limit)
+        ]
+
+    def _low_of(self, use: TenantUse) -> int:
+        return use.limit * self._low // self._store.allocator.capacity
+
+    def _unsaved(self, chunks: Sequence[Chunk], tried: set[Chunk]) -> list[Chunk]:
+        """Those that are not in every tier that works."""
         return [chunk for chunk in chunks if chunk not in tried and not self._saved(chunk)]
 
     def _saved(self, chunk: Chunk) -> bool:
@@ -145,7 +171,8 @@ class Spiller:
             yield batch
 
     def _begin(self, chunks: Sequence[Chunk]) -> list[asyncio.Task[None]]:
-        return [self._tasks.get(chunk) or self._start(chunk) for chunk in chunks]
+        # What was evicted meanwhile has nothing left to be written.
+        return [self._tasks.get(chunk) or self._start(chunk) for chunk in chunks if chunk.size]
 
     def _start(self, chunk: Chunk) -> asyncio.Task[None]:
         task = self._tasks[chunk] = asyncio.get_running_loop().create_task(self._save(chunk))
