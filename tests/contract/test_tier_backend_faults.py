@@ -12,6 +12,7 @@ import subprocess
 from dataclasses import replace
 
 import pytest
+import trustme
 
 from kvwire.errors import ConfigError
 from kvwire.server.tiers.backends import make_backend
@@ -31,6 +32,9 @@ __all__ = ["place_of", "servers"]
 
 pytestmark = [pytest.mark.asyncio, pytest.mark.leakcheck("threads", "tasks")]
 remote = pytest.mark.parametrize("kind", REMOTE)
+
+
+TLS_FILES = {"ca-cert": "ca.pem", "key": "key.pem", "cert": "cert.pem"}
 
 
 def calls(backend):
@@ -190,6 +194,31 @@ async def test_a_redis_user_without_rights_is_refused(place_of, monkeypatch):
             with pytest.raises(Refused):
                 await backend.write("a", [b"x"])
             assert await listed(backend) == {}
+
+
+async def test_redis_over_tls(place_of, tmp_path):
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(tmp_path / "ca.pem")
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(tmp_path / "key.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    files = [(f"--tls-{what}-file", str(tmp_path / name)) for what, name in TLS_FILES.items()]
+    flags = [word for pair in files for word in pair]
+    with redis_server(*flags, "--tls-auth-clients", "no", tls=True) as server:
+        plain = place_of("redis", through=server.address, timeout=2.0)
+        trusting = replace(plain, options={"tls": "yes", "ca": str(tmp_path / "ca.pem")})
+        async with opened(trusting) as backend:
+            await backend.write("a", [bytes(1 << 20)])
+            assert await read(backend, "a", 1 << 20) == bytes(1 << 20)
+        for place in (plain, replace(plain, options={"tls": "yes"})):
+            backend = make_backend(place)
+            with pytest.raises((Unavailable, Refused)):
+                await backend.open()
+            await backend.close()
+        with pytest.raises(ConfigError, match=r"nothing\.pem"):
+            make_backend(replace(plain, options={"tls": "yes", "ca": str(tmp_path / "nothing.pem")}))
+        with pytest.raises(ConfigError, match="tls"):
+            make_backend(replace(plain, options={"tls": "maybe"}))
 
 
 async def test_a_bucket_that_does_not_exist_is_refused(place_of):

@@ -24,6 +24,7 @@ class RedisServer:
         return f"127.0.0.1:{self.port}"
 
     def answers(self) -> bool:
+        assert self.process.poll() is None, "redis-server has ended"
         try:
             socket.create_connection(("127.0.0.1", self.port), 1).close()
         except OSError:
@@ -47,8 +48,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def redis_server(*flags: str, port: int = 0):
-    """With `port`, one that an ended Redis had."""
+def redis_server(*flags: str, port: int = 0, tls: bool = False):
+    """With `port`, one that an ended Redis had. `tls`: nothing but TLS, by the files in `flags`."""
     program = shutil.which("redis-server")
     if program is None:
         pytest.skip("no redis-server: `scripts/programs.sh` installs it on Debian")
@@ -57,7 +58,8 @@ def redis_server(*flags: str, port: int = 0):
         server.process = subprocess.Popen(
             [
                 program,
-                *("--port", str(server.port), "--bind", "127.0.0.1", "--dir", folder),
+                *(("--port", "0", "--tls-port") if tls else ("--port",)),
+                *(str(server.port), "--bind", "127.0.0.1", "--dir", folder),
                 *("--save", "", "--appendonly", "no"),
                 *flags,
             ],

@@ -161,6 +161,8 @@ def _literally(prefix: str) -> str:
 def _configuration(glide: Any, place: Place) -> Any:
     host, _, port = place.location.rpartition(":") if ":" in place.location else (place.location, "", "")
     options = place.options
+    if options.get("tls", "no") not in {"yes", "no"}:
+        raise ConfigError("--l2: tls= must be yes or no")
     milliseconds = int(place.timeout * 1000)
     glide.Logger.init(glide.LogLevel.ERROR)
     try:
