@@ -27,6 +27,8 @@ class FakeSource:
     name: str = "disk"
     origin: Origin = Origin.L2
     objects: set[Name] = field(default_factory=set)
+    # Other bytes than `content`, by object.
+    copies: dict[Name, bytes] = field(default_factory=dict)
     broken: set[Name] = field(default_factory=set)
     damaged: set[Name] = field(default_factory=set)
     promises: set[Name] = field(default_factory=set)
@@ -114,7 +116,7 @@ class FakeFound:
     def _one(self, target, done):
         source, name = self.source, (self.keys[target.index], target.shard)
         source.fetched.append(name)
-        data = content(name, target.size)
+        data = source.copies.get(name) or content(name, target.size)
         if name in source.broken or name not in source.objects:
             target.view[: target.size // 2] = data[: target.size // 2]
             done(target, b"", TransferFailed("it broke in the middle"))
