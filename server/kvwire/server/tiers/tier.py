@@ -123,7 +123,9 @@ class Tier:
     def has(self, chunk: Chunk, shard: int) -> bool:
         """Whether this object of the memory tier is here too, or is being written."""
         own = self.index.get(chunk.key)
-        return own is not None and bool((own.mask >> shard) & 1 or shard in own.writing)
+        if own is None or not own.space.shards.same_as(chunk.space.shards):
+            return False
+        return bool(own.mask >> shard & 1) or shard in own.writing
 
     async def write(self, stored: StoredObject, data: memoryview) -> bool:
         """Store an object that the memory tier holds meanwhile, and that has its checksum.
