@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections import Counter
 
-from kvwire.server.tiers.backends.base import Entry, NotFound, Place, Room, WrongSize, checked, total
+from kvwire.server.tiers.backends.base import Entry, Full, NotFound, Place, Room, WrongSize, checked, total
 from kvwire.server.tiers.settings import TierSettings
 from kvwire.server.tiers.threads import Threads
 from kvwire.server.tiers.tier import Tier
@@ -24,12 +24,15 @@ class FakeBackend:
         self.gates: dict[str, asyncio.Event] = {}
         self.calls: Counter[str] = Counter()
         self.closed = False
+        self.room_bytes = 1 << 40
 
     async def open(self) -> None:
         await self._enter("open")
 
     async def write(self, name, parts) -> None:
         await self._enter("write")
+        if self.stored_bytes + total(parts) > self.room_bytes:
+            raise Full("no space left")
         self.values[checked(name)] = b"".join(bytes(part) for part in parts)
 
     async def read(self, name, parts) -> None:

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from kvwire.errors import ConfigError
-from kvwire.server.tiers.backends.base import Full, Unavailable
+from kvwire.server.tiers.backends.base import Refused, Unavailable
 from kvwire.server.tiers.crypt import read_vault
 from kvwire.server.tiers.tier import ReadFailed
 from support.domain import OBJECT_BYTES
@@ -44,20 +44,56 @@ async def test_a_write_is_repeated_and_counts_once_it_is_there() -> None:
         assert (tier.counters.written_objects, tier.counters.failed_writes) == (1, 0)
 
 
-async def test_bl49_a_full_disk_leaves_nothing_and_no_event() -> None:
+async def test_bl49_a_failed_write_leaves_nothing_and_no_event() -> None:
     backend, heard = FakeBackend(), Heard()
     async with open_tier(backend, heard=heard) as tier:
         await put(tier, 1)
         heard.take()
-        backend.errors["write"] = [Full("no space left")]
+        backend.errors["write"] = [Refused("denied")]
         assert not await put(tier, 2)
-        assert tier.status().problem == "cannot be written to: no space left"
+        assert tier.status().problem == "cannot be written to: denied"
         assert tier.counters.failed_writes == 1
         await settled(tier)
         assert heard.take() == []
         assert tier.index.used == backend.stored_bytes
         assert await put(tier, 3)
         assert tier.status().problem == ""
+
+
+async def test_bl49_a_disk_that_is_full_before_its_size_takes_what_is_new(monkeypatch) -> None:
+    backend, heard = FakeBackend(), Heard()
+    async with open_tier(backend, heard=heard) as tier:
+        backend.room_bytes = 4096 + 4 * (OBJECT_BYTES + 64) + 10
+        for number in range(9):
+            assert await put(tier, number)
+        await settled(tier)
+        assert sorted(int.from_bytes(chunk.key, "big") for chunk in tier.index) == [5, 6, 7, 8]
+        assert tier.index.used == backend.stored_bytes
+        assert (tier.counters.failed_writes, tier.status().problem) == (0, "")
+        # Others take what is left: it gives way, and what has no room is a miss and never told.
+        backend.room_bytes = 10
+        heard.take()
+        for number in range(10, 14):
+            assert not await put(tier, number)
+        await settled(tier)
+        assert all(kind != "store" for kind, _ in heard.take())
+        assert tier.index.used == backend.stored_bytes
+        assert tier.status().problem == "cannot be written to: no space left"
+        # When it was full long ago, it is tried up to its size again.
+        backend.room_bytes = 1 << 30
+        monkeypatch.setattr(tier._fill, "_now", lambda: 1e12)
+        for number in range(20, 30):
+            assert await put(tier, number)
+        assert len(tier.index) == 10
+        tier.index.check_integrity()
+
+
+async def test_what_is_too_large_for_the_storage_is_skipped() -> None:
+    backend = FakeBackend()
+    backend.max_size = OBJECT_BYTES
+    async with open_tier(backend) as tier:
+        assert not await put(tier, 1)
+        assert (tier.counters.skipped_objects, tier.status().problem) == (1, "")
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "delete", "header"])

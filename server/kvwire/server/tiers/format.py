@@ -171,7 +171,7 @@ def _manifest(told: dict[str, Any]) -> Manifest:
         bytes.fromhex(told["root"]),
         bytes.fromhex(told["base_root"]),
         str(told["model"]),
-        str(told["tenant"]),
+        bytes.fromhex(told["tenant"]).hex(),
         KvLayout(int(told["world_size"]), groups),
         int(told["chunk_size"]),
     )

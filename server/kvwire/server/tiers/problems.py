@@ -34,6 +34,10 @@ class Problems:
             log.warning("%s %s: %s", self._who, what, why)
         self.now = f"{what}: {why}"
 
+    def note(self, what: str) -> None:
+        """Something to know that is no problem."""
+        log.warning("%s %s", self._who, what)
+
     def works(self) -> None:
         if self.now:
             log.info("%s works again", self._who)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from functools import partial
 from typing import TYPE_CHECKING, Final
@@ -10,10 +11,11 @@ from typing import TYPE_CHECKING, Final
 import numpy as np
 
 from kvwire.errors import ConfigError
-from kvwire.server.tiers.backends.base import BackendError, NotFound, WrongSize
+from kvwire.server.tiers.backends.base import BackendError, Full, NotFound, WrongSize
 from kvwire.server.tiers.counters import TierCounters, TierStatus
 from kvwire.server.tiers.crypt import OVERHEAD, Damaged, WrongKey
 from kvwire.server.tiers.deleting import Deleter
+from kvwire.server.tiers.filling import Fill
 from kvwire.server.tiers.format import (
     HEADER_BYTES,
     MANIFEST,
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
     from kvwire.server.store import Chunk, Space, StoredObject
     from kvwire.server.tiers.backends.base import Backend, Buffer
     from kvwire.server.tiers.crypt import Vault
-    from kvwire.server.tiers.entries import IndexListener, TierChunk, TierSpace, Writing
+    from kvwire.server.tiers.entries import IndexListener, TierChunk, TierSpace
     from kvwire.server.tiers.settings import TierSettings
     from kvwire.server.tiers.threads import Threads
 
@@ -45,9 +47,13 @@ log = logging.getLogger("kvwire.server")
 
 WRITE_ATTEMPTS: Final = 4
 READ_ATTEMPTS: Final = 3
+SPARE: Final = 256
+"""More than a header and an encryption add to an object."""
 ROOM_S: Final = 10.0
 """How long a write waits until what was deleted to make room for it has gone."""
 OTHER_KEY: Final = "encrypted with another key than that of --l2-key-file"
+CLOSE_S: Final = 1.0
+"""How long the end of a run waits for what is to be deleted. It is found by the next run."""
 FIRST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 30.0
 
@@ -86,6 +92,7 @@ class Tier:
         self._listener = listener
         self._prefix = server_folder(server_id)
         self._deleter = Deleter(self.index, backend, self.problems)
+        self._fill = Fill(self.index, settings.size, self.problems)
         self._manifests = asyncio.Lock()
         self._opening: asyncio.Task[None] | None = None
 
@@ -132,19 +139,19 @@ class Tier:
 
         False: it is not there, for a reason that is counted; nothing of it stays.
         """
-        chunk = stored.chunk
-        if not self.ready:
+        if not self.ready or stored.size + SPARE > self._backend.max_size:
             self.counters.skipped_objects += 1
             return False
         try:
-            space = await self._open_space(chunk.space)
+            try:
+                return await self._write(stored, data)
+            except Full as error:
+                self._fill.full(error)
+                return await self._write(stored, data)
         except BackendError as error:
-            return self._not_written(error)
-        reserved = self.index.reserve(space, chunk.key, chunk.parent_key, stored.shard, chunk.stamp)
-        if isinstance(reserved, str):
-            self.counters.skipped_objects += reserved != ALREADY
-            return reserved == ALREADY
-        return await self._write(space, reserved, stored.checksum, data)
+            self.counters.failed_writes += 1
+            self.problems.failed("cannot be written to", error)
+            return False
 
     async def read(self, chunk: TierChunk, shard: int, into: memoryview, until: float) -> bytes:
         """Fill `into` with an object, compare it, return its checksum. Raises ReadFailed.
@@ -172,7 +179,7 @@ class Tier:
         return TierStatus(
             name=self.name,
             location=self.settings.location,
-            capacity_bytes=index.capacity,
+            capacity_bytes=self.settings.size,
             used_bytes=index.used,
             chunks=len(index),
             objects=index.objects,
@@ -190,7 +197,9 @@ class Tier:
             self._opening.cancel()
             await asyncio.gather(self._opening, return_exceptions=True)
         if self.ready:
-            await self._deleter.finish()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S):
+                    await self._deleter.finish()
         self.ready = False
         await self._backend.close()
         if self._vault is not None:
@@ -222,29 +231,30 @@ class Tier:
             await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, [data]))
             return self.index.open_space(folder, manifest, len(data))
 
-    async def _write(self, space: TierSpace, writing: Writing, digest: bytes, data: memoryview) -> bool:
-        name = object_name(space.folder, writing.chunk.key, writing.shard)
+    async def _write(self, stored: StoredObject, data: memoryview) -> bool:
+        """Raises BackendError when nothing of it is there, or will be once it has been deleted."""
+        chunk = stored.chunk
+        self._fill.look()
+        space = await self._open_space(chunk.space)
+        writing = self.index.reserve(space, chunk.key, chunk.parent_key, stored.shard, chunk.stamp)
+        if isinstance(writing, str):
+            self.counters.skipped_objects += writing != ALREADY
+            return writing == ALREADY
+        name = object_name(space.folder, chunk.key, stored.shard)
         tried = False
         try:
             await self._deleter.gone(name, 0, ROOM_S)
-            parts = await self._parts(space, name, digest, data)
+            parts = await self._parts(space, name, stored.checksum, data)
             tried = True
             await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, parts))
-        except BaseException as error:
+        except BaseException:
             # What is not known to have failed may be there all the same.
             self.index.abort(writing, left=tried)
-            if not isinstance(error, BackendError):
-                raise
-            return self._not_written(error)
+            raise
         self.problems.works()
         self.counters.written_objects += 1
         self.counters.written_bytes += writing.size
         return self.index.commit(writing)
-
-    def _not_written(self, error: BackendError) -> bool:
-        self.counters.failed_writes += 1
-        self.problems.failed("cannot be written to", error)
-        return False
 
     async def _parts(self, space: TierSpace, name: str, digest: bytes, data: memoryview) -> Sequence[Buffer]:
         header = Header(data.nbytes, digest, sealed=self._vault is not None).pack()
