@@ -6,7 +6,17 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import DataPathUnavailable
-from kvwire.transfer.base import FAULTS, Mark, ReadCheck, SlotResult, expired, pieces, slot_error, timed_out
+from kvwire.transfer.base import (
+    FAULTS,
+    PUBLISH_MARGIN_S,
+    Mark,
+    ReadCheck,
+    SlotResult,
+    expired,
+    pieces,
+    slot_error,
+    timed_out,
+)
 from kvwire.transfer.checksum import HOT_BYTES, Checksum, mismatch
 from kvwire.transfer.shm import LivenessLock, MappedArena
 
@@ -18,10 +28,6 @@ if TYPE_CHECKING:
 
 DEFAULT_CHECK_SHARE: Final = 1 / 32
 """Nothing but a fault of this host's memory can change bytes here, so reads are checked by sample."""
-
-
-PUBLISH_MARGIN_S: Final = 1.0
-"""Before the end of a write lease, so that the server has looked when the time is up."""
 
 
 class ArenaPath:

@@ -24,6 +24,8 @@ BytesLike: TypeAlias = bytes | bytearray | memoryview | ByteArray
 
 FAULTS: Final = (KvwireError, OSError, ValueError, TypeError, LookupError, RuntimeError, BufferError)
 """What a mover or a transport may raise for one object without the path being dead."""
+PUBLISH_MARGIN_S: Final = 1.0
+"""Before the end of a write lease, so that the server has looked when the time is up."""
 
 
 @dataclass(frozen=True, slots=True)

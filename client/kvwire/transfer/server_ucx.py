@@ -9,7 +9,7 @@ from itertools import chain, islice
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import KvwireError
-from kvwire.transfer import tags
+from kvwire.transfer import tags, ucx_arrival
 from kvwire.transfer.base import pieces
 from kvwire.transfer.tags import Kind
 
@@ -21,14 +21,29 @@ if TYPE_CHECKING:
 
 
 class Opened:
-    """The transfers of one lease. `slots` has a future per slot, resolved on the engine's thread."""
+    """The transfers of one lease. `slots` has a future per slot, resolved on the engine's thread.
+
+    `word` is the piece under which the client can say that all have arrived, 0 where it cannot.
+    """
 
     def __init__(
-        self, first_tags: tuple[int, ...], slots: tuple[Future[None], ...], ops: list[UcxOp]
+        self, first_tags: tuple[int, ...], slots: tuple[Future[None], ...], ops: list[UcxOp], word: int = 0
     ) -> None:
         self.first_tags: Final = first_tags
         self.slots: Final = slots
+        self.word: Final = word
+        self.arrival = ops.pop() if word else None
         self.ops: Final = ops
+
+    @property
+    def awaits_arrival(self) -> bool:
+        return self.arrival is not None and not self.arrival.future.done()
+
+    def expect_no_arrival(self) -> None:
+        """The client has called, or its lease is over."""
+        arrival, self.arrival = self.arrival, None
+        if arrival is not None:
+            arrival.cancel()
 
 
 class UcxServerPlane:
@@ -38,10 +53,30 @@ class UcxServerPlane:
         self.engine: Final = engine
         self._leases: dict[int, Opened] = {}
 
-    def expect_store(self, peer: Peer, lease_id: int, slots: Sequence[ByteArray], piece_bytes: int) -> Opened:
-        """Receive a write lease into `slots`, its places in the arena. Before the client is told of it."""
+    def expect_store(
+        self,
+        peer: Peer,
+        lease_id: int,
+        slots: Sequence[ByteArray],
+        piece_bytes: int,
+        arrived: Callable[[bool], None] | None = None,
+    ) -> Opened:
+        """Receive a write lease into `slots`, its places in the arena. Before the client is told of it.
+
+        `arrived` is called on the engine's thread, when all has come or failed and the client has said that
+        it has sent all of it: with whether all is good.
+        """
         begin = partial(self.engine.recv_all, peer=peer)
-        return self._open(Kind.STORE, lease_id, slots, piece_bytes, begin)
+        opened = self._open(Kind.STORE, lease_id, slots, piece_bytes, begin, with_word=arrived is not None)
+        if opened.arrival is not None and arrived is not None:
+            said = opened.arrival.future
+
+            def ended(errors: list[KvwireError]) -> None:
+                if said.exception() is None:
+                    arrived(not errors)
+
+            _when_all([said, *opened.slots], ended)
+        return opened
 
     def send_retrieve(
         self, peer: Peer, lease_id: int, slots: Sequence[ByteArray], piece_bytes: int
@@ -72,11 +107,16 @@ class UcxServerPlane:
         """
         done: Future[None] = Future()
         lease = self._leases.pop(lease_id, None)
-        if lease is None or all(op.future.done() for op in lease.ops):
+        if lease is None:
             done.set_result(None)
             return done
-        if not lease.ops[0].is_send:
+        still = not all(op.future.done() for op in lease.ops)
+        if not lease.ops[0].is_send and (still or lease.awaits_arrival):
             self.engine.discard(lease.ops[0].tag)
+        lease.expect_no_arrival()
+        if not still:
+            done.set_result(None)
+            return done
         _when_all([op.future for op in lease.ops], lambda _: done.set_result(None))
         for op in lease.ops:
             op.cancel()
@@ -91,17 +131,22 @@ class UcxServerPlane:
         begin: Callable[[list[tuple[int, ByteArray]]], list[UcxOp]],
         *,
         number: int = 0,
+        with_word: bool = False,
     ) -> Opened:
-        """`number` stands in the tags; 0: the lease's own."""
+        """`number` stands in the tags; 0: the lease's own. `with_word`: an arrival is expected, too."""
         first = tags.first_tags(kind, number or lease_id, [slot.size for slot in slots], piece_bytes)
         parts = [
             [(tag + i, slot[start:stop]) for i, (start, stop) in enumerate(pieces(slot.size, piece_bytes))]
             for tag, slot in zip(first, slots, strict=True)
         ]
-        ops = begin(list(chain.from_iterable(parts)))
+        messages = list(chain.from_iterable(parts))
+        word = len(messages) if with_word and len(messages) <= tags.MAX_PIECE else 0
+        if word:
+            messages.append((tags.encode(kind, number or lease_id, word), ucx_arrival.message()))
+        ops = begin(messages)
         todo = iter(ops)
         futures = [_first_error([op.future for op in islice(todo, len(mine))]) for mine in parts]
-        self._leases[lease_id] = opened = Opened(first, tuple(futures), ops)
+        self._leases[lease_id] = opened = Opened(first, tuple(futures), ops, word)
         return opened
 
 

@@ -1,12 +1,12 @@
 """UCX tags: 64 bits that name one piece of one lease, once in an incarnation of the server.
 
-    bits 63..56   kind    1 store, 2 retrieve, 3 probe, 4 peer
+    bits 63..56   kind    1 store, 2 retrieve, 3 probe, 4 peer, 5 arrival
     bits 55..24   lease   number of the lease, 1 to 2**32 - 1, never reused in an incarnation
     bits 23..0    piece   index of the message within the lease, from 0
 
 A lease numbers its pieces through: the first slot has pieces 0 to k-1, the second goes on at k. A probe's
 lease is the number that the server gave the probe; its piece 0 goes from the server to the client and piece 1
-back.
+back. Behind the pieces of a store comes the word that all are there, and an arrival answers it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class Kind(IntEnum):
     RETRIEVE = 2
     PROBE = 3
     PEER = 4
+    ARRIVAL = 5
 
 
 _KINDS: Final = frozenset(int(kind) for kind in Kind)

@@ -47,7 +47,9 @@ class Library:
         self.api = api
         self.array = array
         ucp = ctypes.CDLL("libucp.so.0")
-        self._signal = ucp.ucp_worker_signal
+        # It only writes to an event file. To give the interpreter's lock away for that would cost far more:
+        # the thread that it wakes takes the lock at once.
+        self._signal = ctypes.PyDLL("libucp.so.0").ucp_worker_signal
         self._signal.argtypes = (ctypes.c_void_p,)
         self._destroy_worker = ucp.ucp_worker_destroy
         self._destroy_worker.argtypes = (ctypes.c_void_p,)

@@ -7,7 +7,9 @@ import logging
 import time
 from typing import TYPE_CHECKING, Final
 
+from kvwire.server.arrivals import Arrivals
 from kvwire.server.dataplane.shm import ShmPath
+from kvwire.server.dataplane.ucx import UcxPath
 from kvwire.server.holdings import Holdings
 from kvwire.server.refusals import Refusals
 from kvwire.v1 import cache_service_pb2 as cache
@@ -95,6 +97,10 @@ class Core:
         self._cancelling: set[asyncio.Task[None]] = set()
         shm = plane.paths.get("shm")
         self._shm = shm if isinstance(shm, ShmPath) else None
+        self.arrivals = Arrivals(engine, sealer)
+        for path in plane.paths.values():
+            if isinstance(path, UcxPath):
+                path.publish = self._publish
         self._looking: asyncio.TimerHandle | None = None
 
     @staticmethod
@@ -116,8 +122,13 @@ class Core:
         if self._shm is None:
             return
         for registration_id, lease_id in self._shm.arrivals():
-            self.sealer.transfer_seen()
-            self.sealer.add(self.engine.commit_arrived(registration_id, lease_id, self.now()))
+            self.arrivals.publish(registration_id, lease_id, self.now())
+
+    def _publish(self, registration_id: int, lease_id: int) -> bool:
+        """A client has said over UCX that all is there."""
+        published = self.arrivals.publish(registration_id, lease_id, self.now())
+        self.settle()
+        return published
 
     def expect_arrivals(self) -> None:
         """Look at the boards by ourselves until nothing is waited for: events must not wait for a call."""

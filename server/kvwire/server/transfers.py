@@ -195,6 +195,9 @@ class Transfers:
 
     def _commit(self, registration_id: int, good: CommitItem | None, lease_id: int) -> CommitResult:
         now = self._core.now()
+        published = self._core.arrivals.published(registration_id, lease_id)
+        if published:
+            return CommitResult(published, 0, 0)
         if good is None:
             aborted = self._engine.abort_store(registration_id, [lease_id], now)
             return CommitResult(0, aborted[0], 0)

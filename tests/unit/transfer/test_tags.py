@@ -30,7 +30,7 @@ def test_numbers_that_do_not_fit(lease, piece):
 
 
 @pytest.mark.parametrize(
-    "tag", [0, -1, 1 << 64, 0x00_00000001_000000, 0x05_00000001_000000, 0x01_00000000_000001]
+    "tag", [0, -1, 1 << 64, 0x00_00000001_000000, 0x06_00000001_000000, 0x01_00000000_000001]
 )
 def test_tags_that_are_none(tag):
     with pytest.raises(InvalidArgument):

@@ -264,7 +264,7 @@ class CacheServiceServicer(object):
 
     def BeginStore(self, request, context):
         """BeginStore reserves slots for the objects of this client's rank. Nothing is
-        readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+        readable before CommitStore, or an arrival (Ticket.arrival_word).
         An object that is there already, or that somebody is writing, is reported as
         such and is a success.
 

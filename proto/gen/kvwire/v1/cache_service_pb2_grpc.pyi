@@ -130,7 +130,7 @@ class CacheServiceStub:
     """
     BeginStore: _grpc.UnaryUnaryMultiCallable[_cache_service_pb2.BeginStoreRequest, _cache_service_pb2.BeginStoreResponse]
     """BeginStore reserves slots for the objects of this client's rank. Nothing is
-    readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+    readable before CommitStore, or an arrival (Ticket.arrival_word).
     An object that is there already, or that somebody is writing, is reported as
     such and is a success.
 
@@ -324,7 +324,7 @@ class CacheServiceAsyncStub(CacheServiceStub):
     """
     BeginStore: _aio.UnaryUnaryMultiCallable[_cache_service_pb2.BeginStoreRequest, _cache_service_pb2.BeginStoreResponse]  # type: ignore[assignment]
     """BeginStore reserves slots for the objects of this client's rank. Nothing is
-    readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+    readable before CommitStore, or an arrival (Ticket.arrival_word).
     An object that is there already, or that somebody is writing, is reported as
     such and is a success.
 
@@ -563,7 +563,7 @@ class CacheServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_cache_service_pb2.BeginStoreResponse, _abc.Awaitable[_cache_service_pb2.BeginStoreResponse]]:
         """BeginStore reserves slots for the objects of this client's rank. Nothing is
-        readable before CommitStore, or an arrival on the board (Ticket.arrival_word).
+        readable before CommitStore, or an arrival (Ticket.arrival_word).
         An object that is there already, or that somebody is writing, is reported as
         such and is a success.
 

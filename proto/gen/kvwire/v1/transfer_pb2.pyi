@@ -193,9 +193,11 @@ class Ticket(_message.Message):
     last piece of a slot is shorter. 0 on SHM.
     """
     arrival_word: _builtins.int
-    """arrival_word is the word of the board by which a client can commit this write
-    lease, all slots of it, without CommitStore: it writes lease_id there when all
-    bytes are in place. Only on SHM; 0 where the client has to call CommitStore.
+    """arrival_word is where a client can commit this write lease, all slots of it,
+    without CommitStore. On SHM a word of the board: it writes lease_id there when
+    all bytes are in place. On the UCX paths a piece behind the last: it sends a
+    message of one byte under that tag, which the server answers. 0 where the
+    client has to call CommitStore.
     """
     @_builtins.property
     def expires_in(self) -> _duration_pb2.Duration:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 from dataclasses import dataclass
 from itertools import count
@@ -10,14 +11,14 @@ from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import KvwireError, LeaseLost, TransferFailed, TransferTimeout
 from kvwire.server.dataplane.base import Admission, Opened, Received, UcxGrant
-from kvwire.transfer import tags
+from kvwire.transfer import tags, ucx_arrival
 from kvwire.transfer.server_ucx import UcxServerPlane
 from kvwire.transfer.ucx import UcxEngine
 from kvwire.transfer.ucx_path import DEFAULT_PIECE_BYTES
 from kvwire.transfer.ucx_probe import PROBE_BYTES, ProbeServer
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
     from concurrent.futures import Future
 
     from kvwire.server.dataplane.base import PathOffer, SlotMemory
@@ -51,6 +52,8 @@ class UcxPath:
         self._starting = asyncio.Lock()
         self._plane: UcxServerPlane | None = None
         self._clients: dict[int, _Client] = {}
+        self.publish: Callable[[int, int], bool] = lambda _registration_id, _lease_id: False
+        """Commits a registration's write lease, all slots of it. False: it is none any more."""
         # Elsewhere in each run, as lease ids: a client may have two servers.
         self._probes = count(1 + secrets.randbelow(tags.MAX_LEASE // 2))
 
@@ -93,8 +96,15 @@ class UcxPath:
 
     def open_store(self, registration_id: int, lease_id: int, slots: Sequence[SlotMemory]) -> Opened:
         plane, peer = self._of(registration_id)
-        found = plane.expect_store(peer, lease_id, self._memory(slots), DEFAULT_PIECE_BYTES)
-        return Opened(DEFAULT_PIECE_BYTES, found.first_tags)
+        loop = asyncio.get_running_loop()
+
+        def arrived(whole: bool) -> None:
+            """On the engine's thread, which may end after the loop."""
+            with contextlib.suppress(RuntimeError):
+                loop.call_soon_threadsafe(self._arrived, registration_id, lease_id, whole)
+
+        found = plane.expect_store(peer, lease_id, self._memory(slots), DEFAULT_PIECE_BYTES, arrived)
+        return Opened(DEFAULT_PIECE_BYTES, found.first_tags, found.word)
 
     def open_retrieve(self, registration_id: int, lease_id: int, slots: Sequence[SlotMemory]) -> Opened:
         plane, peer = self._of(registration_id)
@@ -120,6 +130,7 @@ class UcxPath:
         if opened is None:
             lost = LeaseLost(f"Lease {lease_id} has ended.", lease_id=lease_id)
             return Received(dict.fromkeys(slots, lost))
+        opened.expect_no_arrival()
         late = [opened.slots[slot] for slot in slots if not opened.slots[slot].done()]
         if late:
             arrivals = [asyncio.wrap_future(each) for each in late]
@@ -169,6 +180,16 @@ class UcxPath:
         if client is None or self._plane is None:
             raise TransferFailed("The client has no UCX connection any more.", path=self.name, cause="gone")
         return self._plane, client.peer
+
+    def _arrived(self, registration_id: int, lease_id: int, whole: bool) -> None:
+        """The client waits for the answer. Where it is no, it calls CommitStore, which tells more."""
+        client = self._clients.get(registration_id)
+        if client is None or self._plane is None:
+            return
+        committed = whole and self.publish(registration_id, lease_id)
+        if committed:
+            self._plane.forget(lease_id)
+        ucx_arrival.answer(client.peer, lease_id, committed=committed)
 
     def _memory(self, slots: Sequence[SlotMemory]) -> list[ByteArray]:
         return [self._arena.array(slot.offset, slot.size) for slot in slots]
