@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import time
 
 import pytest
 
+from kvwire.keys import Namespace
+from kvwire.server.fetch.source import Target, Wanted
 from support.fleet import fleet
-from support.raw_client import OBJECT_BYTES, content, tokens
+from support.raw_client import MODEL, OBJECT_BYTES, content, tokens
+from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 
@@ -69,6 +74,46 @@ def test_only_what_is_lacking_moves(pair):
     found = b.lookup("r", prompt)
     assert (found.hit_chunks, found.peer_chunks) == (8, 5)
     assert pair.peer("b", "a").fetched_bytes == 5 * OBJECT_BYTES
+
+
+def test_a_long_prompt_comes_in_batches_each_under_a_lease_of_its_own(pair):
+    b, prompt = pair.client("b"), tokens(9)
+    pair.store("a", prompt)
+    prefetcher = pair.servers["b"].core.prefetcher
+    prefetcher.limits = dataclasses.replace(prefetcher.limits, batch_bytes=4 * OBJECT_BYTES)
+    assert b.lookup("r", prompt).peer_chunks == 9
+    b.end_session("r")
+    assert b.retrieve("again", prompt) == right(b, prompt)
+    assert pair.peer("b", "a").fetched_chunks == 9
+    given = pair.servers["a"].run(pair.sharing("a").status)
+    assert (given.given_leases, given.given_bytes >= 9 * OBJECT_BYTES) == (3, True)
+    assert pair.calls("a", "LookupAndLease") == pair.calls("a", "ReleaseLease") == 3
+    pair.check()
+
+
+def test_what_nobody_wants_is_not_in_the_way_of_the_rest(pair):
+    """More messages than may be under way at once are not taken."""
+    b, prompt, chunks = pair.client("b"), tokens(40), 40
+    pair.store("a", prompt)
+    server = pair.servers["b"]
+    keys = b.keys(prompt)
+    buffers = {index: bytearray(OBJECT_BYTES) for index in (1, 38, 39)}
+    ended = []
+
+    async def fetch():
+        now = time.monotonic()
+        space = server.engine._state.spaces.open(Namespace(MODEL), b.chunk_size)
+        found = await server.core.sharing.source.find(Wanted(space, keys, [0] * chunks), now + 5)
+        assert list(found.masks) == [1] * chunks
+        targets = [Target(index, 0, OBJECT_BYTES, memoryview(each)) for index, each in buffers.items()]
+        await found.fetch(targets, lambda *told: ended.append(told), now + 5)
+        await found.release()
+
+    server.run(fetch)
+    assert [(target.index, error) for target, _, error in ended] == [(1, None), (38, None), (39, None)]
+    assert all(bytes(buffers[index]) == content(keys[index]) for index in buffers)
+    eventually(lambda: not pair.servers["a"].status().waiting_leases)
+    pair.check()
 
 
 def test_both_directions_at_once(pair):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Final, Literal
 
 from kvwire.server.dataplane import DataPlane
 from kvwire.server.dataplane.inline import InlinePath
@@ -16,6 +17,9 @@ if TYPE_CHECKING:
     from kvwire.server.config import ServerConfig
     from kvwire.server.dataplane import ServerPath
     from kvwire.transfer.arena import GrowingArena
+
+LOCAL_LANES: Final = 4
+"""Threads that copy between processes of this host: there the kernel goes page by page, at half speed."""
 
 
 def make_plane(config: ServerConfig, arena: GrowingArena, host_id: str) -> DataPlane:
@@ -46,4 +50,5 @@ def _ucx_options(name: str, config: ServerConfig) -> UcxOptions:
     devices = tuple(part.strip() for part in config.ucx_net_devices.split(",") if part.strip())
     net.check_devices(devices, "--ucx-net-devices")
     kind: Literal["local", "remote"] = "local" if name == "ucx-local" else "remote"
-    return UcxOptions(kind=kind, role="server", devices=devices, setting="--ucx-net-devices")
+    lanes = min(LOCAL_LANES, len(os.sched_getaffinity(0))) if kind == "local" else 1
+    return UcxOptions(kind=kind, role="server", devices=devices, setting="--ucx-net-devices", lanes=lanes)
