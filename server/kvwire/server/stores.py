@@ -56,7 +56,10 @@ class Stores:
 
     def _tenant(self, registration: Registration, target: Target) -> str:
         if not isinstance(target, SessionRange):
-            return identify(target.namespace, self._state.chunk_size).tenant
+            try:
+                return identify(target.namespace, self._state.chunk_size).tenant
+            except InvalidArgument:
+                return ""  # `begin` says what is wrong with it
         session = self._state.sessions.get(registration.client.engine_id, target.session_id)
         return session.space.tenant if session is not None else ""
 
