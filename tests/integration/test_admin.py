@@ -300,7 +300,7 @@ def test_bl55_changes_are_in_the_log_and_salts_are_nowhere(tmp_path, caplog):
             stub.GetStatus(admin.GetStatusRequest()),
             stub.ListSessions(admin.ListSessionsRequest()),
         )
-        audit = [each.getMessage() for each in caplog.records if each.name == "kvwire.server.audit"]
+        audit = [each.getMessage() for each in caplog.records if each.name == "kvwire.audit"]
     assert [line.split()[0] for line in audit] == ["quota", "pin", "unpin", "evict", "clear"]
     assert all(" by unix:" in line for line in audit)
     assert f"tier=L1 tenant={red} limit={2 * OBJECT_BYTES}" in audit[0]

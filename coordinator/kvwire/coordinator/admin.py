@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from kvwire.coordinator import convert
 from kvwire.coordinator.steps import in_slices
 from kvwire.errors import InvalidArgument
+from kvwire.serving.auditing import audit
 from kvwire.serving.intents import IntentStore
 from kvwire.serving.requests import refusing
 from kvwire.serving.state import StateFolder, no_state
@@ -108,11 +109,13 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
     async def Pin(self, request: admin.PinRequest, context: Any) -> admin.PinResponse:
         self._intentions.store()
         pinned = await self._intentions.pin(await self._keys(request.selector))
+        audit(context, "pin", chunks=pinned)
         return admin.PinResponse(header=self._header, pinned_chunks=pinned)
 
     async def Unpin(self, request: admin.UnpinRequest, context: Any) -> admin.UnpinResponse:
         self._intentions.store()
         unpinned = await self._intentions.unpin(await self._keys(request.selector))
+        audit(context, "unpin", chunks=unpinned)
         return admin.UnpinResponse(header=self._header, unpinned_chunks=unpinned)
 
     async def SetQuota(self, request: admin.SetQuotaRequest, context: Any) -> admin.SetQuotaResponse:
@@ -120,6 +123,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         if request.tier not in TIERS:
             raise InvalidArgument("tier", "is not set, or not known to this coordinator")
         await self._intentions.set_quota(tenant, request.tier, request.limit_bytes)
+        audit(context, "quota", tier=f"L{request.tier}", tenant=tenant, limit=request.limit_bytes)
         return admin.SetQuotaResponse(header=self._header, tenant=tenant)
 
     async def GetQuota(self, request: admin.GetQuotaRequest, context: Any) -> admin.GetQuotaResponse:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.errors import InvalidArgument
@@ -10,6 +9,7 @@ from kvwire.server import convert
 from kvwire.server.fetch.service import prefetch
 from kvwire.server.pinning import selected_keys
 from kvwire.server.statusview import status_reply
+from kvwire.serving.auditing import audit
 from kvwire.serving.tenants import digest_wanted, tenant_name
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import admin_service_pb2_grpc, event_pb2
@@ -17,8 +17,6 @@ from kvwire.v1 import admin_service_pb2_grpc, event_pb2
 if TYPE_CHECKING:
     from kvwire.server.core import Core
     from kvwire.server.holdings import HeldChunk
-
-log = logging.getLogger("kvwire.server.audit")
 
 DEFAULT_PAGE: Final = 100
 MAX_PAGE: Final = 1000
@@ -79,7 +77,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         tier, tenant = _tier(request.tier), digest_wanted(request.tenant)
         self._core.absorb()
         cleared, kept = self._core.holdings.clear(tier, namespace, tenant)
-        _audit(
+        audit(
             context,
             "clear",
             tier=TIER_NAMES[tier],
@@ -94,25 +92,25 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
         tier, keys = _tier(request.tier), await self._selected(request.selector)
         self._core.absorb()
         evicted, kept = self._core.holdings.evict(keys, tier)
-        _audit(context, "evict", tier=TIER_NAMES[tier], keys=len(keys), dropped=evicted, kept=kept)
+        audit(context, "evict", tier=TIER_NAMES[tier], keys=len(keys), dropped=evicted, kept=kept)
         return admin.EvictResponse(header=self._core.header, evicted_chunks=evicted, kept_chunks=kept)
 
     async def Pin(self, request: admin.PinRequest, context: Any) -> admin.PinResponse:
         core = self._core
         pinned = await core.pinning.pin(await self._selected(request.selector))
-        _audit(context, "pin", chunks=pinned)
+        audit(context, "pin", chunks=pinned)
         return admin.PinResponse(header=core.header, pinned_chunks=pinned)
 
     async def Unpin(self, request: admin.UnpinRequest, context: Any) -> admin.UnpinResponse:
         core = self._core
         unpinned = await core.pinning.unpin(await self._selected(request.selector))
-        _audit(context, "unpin", chunks=unpinned)
+        audit(context, "unpin", chunks=unpinned)
         return admin.UnpinResponse(header=core.header, unpinned_chunks=unpinned)
 
     async def SetQuota(self, request: admin.SetQuotaRequest, context: Any) -> admin.SetQuotaResponse:
         tenant, limit = tenant_name(request.salt, request.tenant), request.limit_bytes
         await self._core.quotas.set(tenant, request.tier, limit)
-        _audit(context, "quota", tier=TIER_NAMES[request.tier], tenant=tenant, limit=limit)
+        audit(context, "quota", tier=TIER_NAMES[request.tier], tenant=tenant, limit=limit)
         return admin.SetQuotaResponse(header=self._core.header, tenant=tenant)
 
     async def GetQuota(self, request: admin.GetQuotaRequest, context: Any) -> admin.GetQuotaResponse:
@@ -134,7 +132,7 @@ class AdminService(admin_service_pb2_grpc.AdminServiceServicer):
 
     async def Prefetch(self, request: admin.PrefetchRequest, context: Any) -> admin.PrefetchResponse:
         reply = await prefetch(self._core, request, context)
-        _audit(context, "prefetch", chunks=reply.asked_chunks, resident=reply.resident_chunks)
+        audit(context, "prefetch", chunks=reply.asked_chunks, resident=reply.resident_chunks)
         return reply
 
     async def _selected(self, selector: admin.PromptSelector) -> tuple[bytes, ...]:
@@ -169,9 +167,3 @@ def _tier(tier: int) -> int:
     if tier not in TIER_NAMES:
         raise InvalidArgument("tier", f"{tier} is not known to this server")
     return tier
-
-
-def _audit(context: Any, action: str, **facts: object) -> None:
-    """Who changed what. A tenant is told by its digest, a prompt by the number of its chunks."""
-    told = " ".join(f"{name}={value}" for name, value in facts.items())
-    log.info("%s by %s: %s", action, context.peer(), told)

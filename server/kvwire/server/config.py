@@ -44,7 +44,9 @@ class ServerConfig:
     )
     http: str = setting("HOST:PORT of /metrics and /healthz over HTTP. Empty: off.", "")
     server_id: str = setting("Name of this server, stable over restarts. Empty: the host's name.", "")
-    state: str = setting("Folder that keeps this server's own pins over a restart. Empty: none.", "")
+    state: str = setting(
+        "Folder that keeps this server's own pins and quotas over a restart. Empty: none.", ""
+    )
 
     l2: tuple[str, ...] = setting(
         "Lower tier, which outlives the memory, as a URL: file:///var/kv?size=100GiB, s3://BUCKET/PREFIX, "
