@@ -8,6 +8,9 @@ import threading
 import grpc
 import pytest
 
+from kvwire.cli.commands.status import print_status
+from kvwire.client import Client
+from kvwire.keys import Namespace
 from kvwire.server.fetch.source import Origin
 from kvwire.v1 import admin_service_pb2 as admin
 from kvwire.v1 import cache_service_pb2 as pb
@@ -96,6 +99,24 @@ def test_hits_of_all_origins_and_misses_are_what_was_asked(site):
     assert (counters.l2_hit_tokens, counters.peer_hit_tokens) == (4, 8)
     found = site.local.engine.counters
     assert found.asked_tokens == found.hit_tokens + found.miss_tokens
+
+
+def test_people_see_where_hits_came_from(site, capsys):
+    site.client.store("before", tokens(2))
+    print_status(site.client.status())
+    assert "lower tiers" not in capsys.readouterr().out
+    site.have(site.near, 3)
+    site.have(site.far, 5)
+    with Client(site.local.address) as client:
+        found = client.lookup(
+            Namespace(MODEL),
+            range(28),
+            registration_id=site.client.registration_id,
+            session_id="s",
+        )
+    assert (found.hit_chunks, found.l2_chunks, found.peer_chunks) == (5, 1, 2)
+    print_status(site.client.status())
+    assert "(8 in memory, 4 in lower tiers, 8 at other servers)" in capsys.readouterr().out
 
 
 def test_only_looking_brings_nothing(site):

@@ -5,8 +5,10 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvwire.server.fetch.planning import longest_boundary, make_plan, needed_shards, shards_of
+from kvwire.server.fetch.planning import longest_boundary, make_plan, needed_shards, origins_of, shards_of
+from kvwire.server.fetch.source import Origin
 from kvwire.server.layout import KvGroup, ShardMap
+from kvwire.server.store import Hit
 from support.domain import BLOCK_BYTES, CHUNK, FULL, layout, recurrent_group, window_group
 
 LAYOUTS = [
@@ -87,6 +89,18 @@ def test_a_plan_is_the_longest_boundary_that_all_reach_together_and_that_has_roo
             rest -= set(shards_of(offer[index]))
         assert not rest
     assert all(len(gives) == plan.boundary for gives in plan.gives)
+
+
+@given(st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.integers(0, 9), st.data())
+def test_every_chunk_of_a_hit_has_one_origin(boundary, first, before, counted, data):
+    first, before = min(first, boundary), min(before, boundary)
+    came = data.draw(st.dictionaries(st.integers(0, 9), st.sampled_from([Origin.L2, Origin.PEER])))
+    found = origins_of(Hit(boundary, first, []), before, came, counted)
+    assert sum(found.values()) == max(boundary - counted, 0)
+    if not came:
+        assert not found[Origin.L2] + found[Origin.PEER]
+    whole = origins_of(Hit(boundary, 0, []), before, came)
+    assert whole[Origin.L2] == sum(came.get(index) is Origin.L2 for index in range(boundary))
 
 
 def test_a_long_prompt_that_does_not_fit_is_planned_in_no_time():
