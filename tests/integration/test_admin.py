@@ -170,6 +170,18 @@ def test_a_quota_holds_is_shown_and_outlives_a_kill(tmp_path):
         assert quotas(stub) == {red: (0, 5), "none": (2, 0)}
 
 
+def test_of_many_tenants_those_that_use_most_are_listed(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvwire.server.quotas.MAX_LISTED", 2)
+    with local_server(tmp_path, policy="tenant", state=str(tmp_path / "state")) as server:
+        client, stub = client_of(server), stub_of(server)
+        for number, salt in enumerate("abcd", 1):
+            client.store("s", tokens(number), salt=salt)
+        limit(stub, 9, salt="a")
+        shown = quotas(stub)
+        assert shown == {salt_digest("a"): (9, 1), salt_digest("c"): (0, 3), salt_digest("d"): (0, 4)}
+        assert quotas(stub, tenant=salt_digest("b")) == {salt_digest("b"): (0, 2)}
+
+
 def test_a_lower_quota_is_met_by_the_next_sweeps(tmp_path):
     with local_server(tmp_path, policy="tenant", state=str(tmp_path / "state")) as server:
         client, stub = client_of(server), stub_of(server)
@@ -377,6 +389,21 @@ def test_evict_and_clear_reach_the_tier_that_was_meant(two_tiers):
     assert stub.Clear(admin.ClearRequest()).cleared_chunks == 3
     assert listed(stub) == []
     eventually(lambda: not server.core.tiers.tiers[0].index.used)
+
+
+def test_nothing_is_dropped_while_a_tier_does_not_know_what_it_holds(two_tiers):
+    server, client, stub = two_tiers
+    server.run(setattr, server.core.tiers.tiers[0], "ready", False)
+    keys = {"chunk_keys": {"keys": client.keys(tokens(3))}}
+    for call, request in (
+        (stub.Clear, admin.ClearRequest()),
+        (stub.Evict, admin.EvictRequest(selector=keys)),
+    ):
+        told = failure(call, request)
+        assert (told.code, told.reason) == (grpc.StatusCode.UNAVAILABLE, "SERVER_UNAVAILABLE")
+        assert "L2 disk" in told.text
+    assert len(listed(stub, tier=L1)) == 9
+    assert stub.Clear(admin.ClearRequest(tier=L1)).cleared_chunks == 9
 
 
 def stored_quota(stub, tenant: str) -> tuple[int, int]:

@@ -214,7 +214,7 @@ def _make_core(config: ServerConfig, on_task_death: Any) -> Core:
         blending=Blending(matcher, store, server_id, incarnation) if matcher is not None else None,
     )
     for tier in tiers.tiers:
-        core.holdings.attach(tier.name, tier.index)
+        core.holdings.attach(tier.name, tier)
         core.quotas.attach(tier.name, tier.index)
     core.prefetcher.make_way = tiers.make_way
     for source in tiers.sources:

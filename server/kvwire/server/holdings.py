@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from kvwire.errors import InvalidArgument
+from kvwire.errors import InvalidArgument, Unavailable
 from kvwire.server.quotas import L1, L2, MEMORY
 from kvwire.server.spaces import base_of, identify
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from kvwire.keys import Namespace
     from kvwire.server.store import Chunk, L1Store
     from kvwire.server.tiers.entries import TierChunk
-    from kvwire.server.tiers.index import TierIndex
+    from kvwire.server.tiers.tier import Tier
 
     Meant = Callable[[bytes, int, str], bool]
     """Base root, chunk size, tenant."""
@@ -57,6 +57,9 @@ class Level(Protocol):
 
     tier: int
 
+    def check(self) -> None:
+        """Raises Unavailable while it does not know what it holds."""
+
     def after(self, serial: int) -> Iterator[tuple[int, HeldChunk]]:
         """Chunks behind the one with this serial, each with its own. Nothing changes meanwhile."""
 
@@ -71,9 +74,9 @@ class Holdings:
     def __init__(self, memory: L1Store) -> None:
         self._levels: list[Level] = [_Memory(memory)]
 
-    def attach(self, name: str, index: TierIndex) -> None:
+    def attach(self, name: str, tier: Tier) -> None:
         """A store of the tier L2, by the name of its backend."""
-        self._levels.append(_Lower(name, index))
+        self._levels.append(_Lower(name, tier))
 
     def page(self, token: str, count: int, tier: int = ALL_TIERS, tenant: str | None = None) -> Page:
         """Up to `count` chunks of one store, of one tenant if given. Raises InvalidArgument for a bad token.
@@ -95,14 +98,20 @@ class Holdings:
         return Page(found, f"{number + 1}-0" if number + 1 < len(levels) else "")
 
     def evict(self, keys: Iterable[bytes], tier: int = ALL_TIERS) -> tuple[int, int]:
-        """Drop these chunks where nothing holds them. Returns (chunks dropped, chunks kept)."""
+        """Drop these chunks where nothing holds them. Returns (chunks dropped, chunks kept).
+
+        Raises Unavailable, and drops nothing, while a store does not know what it holds.
+        """
         wanted = list(dict.fromkeys(keys))
-        return _sums(level.evict(wanted) for level in self._of(tier))
+        return _sums(level.evict(wanted) for level in self._checked(tier))
 
     def clear(
         self, tier: int = ALL_TIERS, namespace: Namespace | None = None, tenant: str | None = None
     ) -> tuple[int, int]:
-        """Drop what nothing holds, of one base namespace or tenant. Returns (chunks dropped, chunks kept)."""
+        """Drop what nothing holds, of one base namespace or tenant. Returns (chunks dropped, chunks kept).
+
+        Raises Unavailable, and drops nothing, while a store does not know what it holds.
+        """
         base = base_of(namespace) if namespace is not None else None
 
         def meant(base_root: bytes, chunk_size: int, owner: str) -> bool:
@@ -110,11 +119,17 @@ class Holdings:
             return its and tenant in (None, owner)
 
         wanted = None if base is None and tenant is None else meant
-        return _sums(level.clear(wanted) for level in self._of(tier))
+        return _sums(level.clear(wanted) for level in self._checked(tier))
 
     def _of(self, tier: int) -> list[Level]:
         """What is asked of a tier that this server does not have is done."""
         return [level for level in self._levels if tier in (ALL_TIERS, level.tier)]
+
+    def _checked(self, tier: int) -> list[Level]:
+        levels = self._of(tier)
+        for level in levels:
+            level.check()
+        return levels
 
 
 class _Memory:
@@ -122,6 +137,9 @@ class _Memory:
 
     def __init__(self, store: L1Store) -> None:
         self._store = store
+
+    def check(self) -> None:
+        """The memory always knows."""
 
     def after(self, serial: int) -> Iterator[tuple[int, HeldChunk]]:
         for chunk in self._store.tree.listing.after(serial):
@@ -139,9 +157,18 @@ class _Memory:
 class _Lower:
     tier = L2
 
-    def __init__(self, name: str, index: TierIndex) -> None:
+    def __init__(self, name: str, tier: Tier) -> None:
         self._name = name
-        self._index = index
+        self._tier = tier
+        self._index = tier.index
+
+    def check(self) -> None:
+        if not self._tier.ready:
+            why = self._tier.problems.now or "it is being read"
+            raise Unavailable(
+                f"What the tier L2 {self._name} holds is not known yet ({why}): nothing was dropped. "
+                "Try again, or name the tier L1 alone."
+            )
 
     def after(self, serial: int) -> Iterator[tuple[int, HeldChunk]]:
         for chunk in self._index.page(serial, MAX_SCAN + 1):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from heapq import nlargest
 from typing import TYPE_CHECKING, Final, Protocol
 
 from kvwire.errors import InvalidArgument
@@ -21,6 +22,8 @@ log = logging.getLogger("kvwire.server")
 
 L1: Final[int] = event_pb2.STORAGE_TIER_L1
 L2: Final[int] = event_pb2.STORAGE_TIER_L2
+MAX_LISTED: Final = 10_000
+"""Tenants of one store that are listed for what they use."""
 MEMORY: Final = "memory"
 """The backend's name of the memory tier."""
 
@@ -93,7 +96,7 @@ class Quotas:
             self._warn("--state", self._own.intents.quotas)
 
     def listed(self, tenant: str = "") -> Iterator[QuotaStatus]:
-        """Tenants (or one) that have a limit or use anything, tier by tier."""
+        """Tenants (or one) that have a limit, and those that use most, tier by tier."""
         memory = {use.tenant: use.used for use in self._memory.tenants.uses() if use.used}
         yield from self._rows(L1, MEMORY, memory, tenant)
         for name, tier in self._lower.items():
@@ -101,10 +104,13 @@ class Quotas:
 
     def _rows(self, tier: int, backend: str, used: Mapping[str, int], tenant: str) -> Iterator[QuotaStatus]:
         limits = self._of_tier(tier)
-        for digest in sorted({*limits, *used}):
-            if tenant in ("", name_of(digest)):
-                limit = limits.get(digest, 0)
-                yield QuotaStatus(name_of(digest), tier, backend, limit, used.get(digest, 0))
+        if tenant:
+            shown = {digest_of(tenant)} & {*limits, *used}
+        else:
+            shown = {*limits, *nlargest(MAX_LISTED, used, key=lambda digest: used[digest])}
+        for digest in sorted(shown):
+            limit = limits.get(digest, 0)
+            yield QuotaStatus(name_of(digest), tier, backend, limit, used.get(digest, 0))
 
     def _of_tier(self, tier: int) -> dict[str, int]:
         """The smallest limits, by digest."""

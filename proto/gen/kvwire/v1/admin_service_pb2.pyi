@@ -1485,8 +1485,8 @@ class GetQuotaResponse(_message.Message):
 
     @_builtins.property
     def quotas(self) -> _containers.RepeatedCompositeFieldContainer[Global___TenantQuota]:
-        """quotas lists tenants that have a limit or use anything. A coordinator knows no
-        use.
+        """quotas lists tenants that have a limit, and of the others up to 10,000 in each
+        store that use most there. A coordinator knows no use.
         """
 
     def __init__(

@@ -130,6 +130,8 @@ class AdminServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
+        UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+        holds. Nothing was dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -209,6 +211,8 @@ class AdminServiceServicer(object):
         FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
         is bound.
         RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+        UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+        holds. Nothing was dropped.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -60,6 +60,8 @@ class AdminServiceStub:
 
     Errors:
       INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
+      UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+        holds. Nothing was dropped.
     """
     Pin: _grpc.UnaryUnaryMultiCallable[_admin_service_pb2.PinRequest, _admin_service_pb2.PinResponse]
     """Pin exempts chunks from eviction until Unpin. The intent is persisted before
@@ -115,6 +117,8 @@ class AdminServiceStub:
       FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
       is bound.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+      UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+        holds. Nothing was dropped.
     """
 
 @_typing.type_check_only
@@ -149,6 +153,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
 
     Errors:
       INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
+      UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+        holds. Nothing was dropped.
     """
     Pin: _aio.UnaryUnaryMultiCallable[_admin_service_pb2.PinRequest, _admin_service_pb2.PinResponse]  # type: ignore[assignment]
     """Pin exempts chunks from eviction until Unpin. The intent is persisted before
@@ -204,6 +210,8 @@ class AdminServiceAsyncStub(AdminServiceStub):
       FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
       is bound.
       RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+      UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+        holds. Nothing was dropped.
     """
 
 class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -259,6 +267,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           INVALID_ARGUMENT (INVALID_FIELD): tenant is not the digest of a salt.
+          UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+            holds. Nothing was dropped.
         """
 
     @_abc_1.abstractmethod
@@ -350,6 +360,8 @@ class AdminServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION (CHUNK_SIZE_NOT_NEGOTIATED): tokens, and no chunk size
           is bound.
           RESOURCE_EXHAUSTED (TOO_MANY_ITEMS): limit on keys.
+          UNAVAILABLE (SERVER_UNAVAILABLE): a lower tier does not know yet what it
+            holds. Nothing was dropped.
         """
 
 def add_AdminServiceServicer_to_server(servicer: AdminServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
