@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pty
+import re
 import subprocess
 import sys
 
@@ -108,6 +109,7 @@ def test_pin_and_remove(client, run, as_json):
     prompt = ("--tokens", packed(3))
     assert run("pin", *prompt).out == "pinned 3 chunks\n"
     assert as_json("pin", *prompt) == {"pinned_chunks": 3}
+    assert re.search(r"pinned +3 chunks, 192 KiB", run("status").out)
     told = run("clear", "--all", "--yes", code=app.FAILED)
     assert "kept 3" in told.out
     assert "3 chunks are in use or pinned" in told.err

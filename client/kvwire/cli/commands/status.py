@@ -107,6 +107,8 @@ def _cache(reply: admin.GetStatusResponse) -> Iterator[tuple[str, str]]:
             told += f", {units.format_size(size)} {name}"
     yield "memory", told
     yield "holds", f"{memory.chunks} chunks, {memory.objects} objects"
+    if memory.pinned_chunks:
+        yield "pinned", f"{memory.pinned_chunks} chunks, {units.format_size(memory.pinned_bytes)}"
     leases = reply.leases
     yield (
         "in use",
