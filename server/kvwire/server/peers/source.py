@@ -105,6 +105,10 @@ class PeerSource:
             await self._search(search, until)
         except Exception:
             log.exception("looking for a prompt at other servers failed")
+        except BaseException:
+            for loan in search.loans:
+                loan.release()
+            raise
         if not search.loans:
             self.counters.fallback_chunks += len(search.located)
             return None
