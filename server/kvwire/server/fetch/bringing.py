@@ -70,8 +70,8 @@ class Bringing:
         self.over = False
         self.short_of_room = False
         self._tokens = tokens
-        # What each source has failed to give, by chunk.
-        self._failed: dict[str, dict[int, int]] = {}
+        # What each source, by its id(), has failed to give, by chunk.
+        self._failed: dict[int, dict[int, int]] = {}
         self._again = False
 
     async def run(self) -> None:
@@ -95,7 +95,7 @@ class Bringing:
             self.owner.fills.keep(self.hold, (stored.chunk,))
 
     def failed(self, source: Source, index: int, shard: int) -> None:
-        missing = self._failed.setdefault(source.name, {})
+        missing = self._failed.setdefault(id(source), {})
         missing[index] = missing.get(index, 0) | 1 << shard
         self._again = True
 
@@ -110,7 +110,7 @@ class Bringing:
         for source in self.owner.sources:
             if self.over or longest_boundary(self.space.shards, masks) == len(masks):
                 return
-            failed = self._failed.get(source.name, {})
+            failed = self._failed.get(id(source), {})
             shown = [mask | failed.get(index, 0) for index, mask in enumerate(masks)]
             found = await self._find(source, shown)
             if found is None:
@@ -135,7 +135,7 @@ class Bringing:
     def _offered(self, source: Source, found: Found, survey: Survey) -> list[int]:
         """Of what a source says to have, what can be taken from it."""
         everything = (1 << self.space.shards.num_shards) - 1
-        failed = self._failed.get(source.name, {})
+        failed = self._failed.get(id(source), {})
         try:
             told = [int(mask) for mask in found.masks]
         except Exception:

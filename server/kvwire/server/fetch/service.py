@@ -32,7 +32,11 @@ async def bring(core: Core, lacking: Lacking, context: Any) -> Brought:
         until = prefetcher.now() + patience
         brought = await prefetcher.bring(lacking.space, lacking.keys, lacking.tokens, until)
     lacking.came = brought.origins
-    core.absorb()
+    try:
+        core.absorb()
+    except BaseException:
+        brought.release()
+        raise
     return brought
 
 
