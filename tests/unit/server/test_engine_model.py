@@ -290,6 +290,11 @@ class EngineMachine(FillModel, RuleBasedStateMachine):
                     read.sending = False
         self.reads = [read for read in self.reads if read.live or read.sending or read.client.registration]
 
+    @precondition(lambda self: self.domain.engine.store.policy.name == "tenant")
+    @rule(objects=st.integers(0, 20))
+    def set_quota(self, objects: int) -> None:
+        self.domain.engine.store.tenants.set_limits({"": objects * OBJECT_BYTES} if objects else {})
+
     @rule(fraction=st.sampled_from([0.0, 0.3, 0.7]))
     def evict(self, fraction: float) -> None:
         self.domain.engine.evict_to(fraction)
