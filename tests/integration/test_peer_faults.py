@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import importlib.util
 import os
 import signal
@@ -14,6 +15,8 @@ import pytest
 
 from kvwire.server.messages import LeaseKind
 from kvwire.server.peers import loans, receiving
+from kvwire.transfer import tags
+from kvwire.transfer.ucx_path import DEFAULT_PIECE_BYTES
 from kvwire.v1 import event_pb2
 from kvwire.v1 import peer_service_pb2 as peer_pb
 from support.coordinator_process import coordinator_process
@@ -181,6 +184,38 @@ def test_bl47_memory_under_a_running_transfer_is_not_reused(short_tmp, monkeypat
             assert b.lookup("r", prompt).hit_chunks == 0
         eventually(lambda: untouched(made.servers["b"]) and untouched(made.servers["a"]))
         made.check()
+
+
+# The way
+
+
+def test_a_way_within_the_host_that_moves_nothing_is_left_for_the_one_between_hosts(short_tmp):
+    paths = ("shm", "ucx-local", "ucx-remote")
+    with fleet(short_tmp, "a", "b", data_paths=paths, write_lease=0.5, prefetch_deadline=5.0) as made:
+        b, prompt = made.client("b"), tokens(4)
+        made.store("a", prompt)
+        a = made.servers["a"]
+        local = a.core.plane.paths["ucx-local"]
+        send, sending = type(local).send_peer, []
+
+        def lose(peer, lease_id, transfer_id, slots):
+            sending.append(lease_id)
+            other = transfer_id % 1000 + 1
+            return dataclasses.replace(
+                send(local, peer, lease_id, other, slots),
+                first_tags=tags.first_tags(
+                    tags.Kind.PEER, transfer_id, [each.size for each in slots], DEFAULT_PIECE_BYTES
+                ),
+            )
+
+        local.send_peer = lose
+        assert b.lookup("r", prompt).hit_chunks == 0
+        assert len(sending) == 1
+        eventually(lambda: b.lookup("again", prompt).peer_chunks == 4)
+        assert len(sending) == 1
+        b.end_session("again")
+        assert b.retrieve("once more", prompt) == right(b, prompt)
+        eventually(lambda: untouched(made.servers["b"]))
 
 
 # The directory

@@ -11,7 +11,7 @@ import pytest
 from kvwire.keys import Namespace
 from kvwire.server.fetch.source import Target, Wanted
 from support.fleet import fleet
-from support.raw_client import MODEL, OBJECT_BYTES, content, tokens
+from support.raw_client import MODEL, OBJECT_BYTES, RawClient, content, tokens
 from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
@@ -182,6 +182,28 @@ def test_paths_are_agreed_on_and_a_server_without_one_shares_nothing(short_tmp):
         assert made.client("d").lookup("r", prompt).hit_chunks == 0
         assert not made.client("d").status().HasField("sharing")
         assert made.peer("a", "d").problem == "it shares nothing"
+
+
+def test_a_token_is_asked_for_and_given(short_tmp):
+    token = short_tmp / "token"
+    token.write_text("secret")
+    with fleet(short_tmp, data_paths=("shm", "ucx-local")) as made:
+        # The one that asks for it is asked by peers only: its own client has no token.
+        made.start("a", token_file=str(token), wait=False)
+        made.start("b", peer_token_file=str(token), wait=False)
+        made.start("c", wait=False)
+        made.acquainted()
+        channel = made.servers["a"].channel(secret="secret")
+        client = RawClient(channel).register("shm")
+        try:
+            prompt = tokens(3)
+            client.store("s", prompt)
+            eventually(lambda: made.located(prompt).get("a") == 3)
+            assert made.client("c").lookup("r", prompt).hit_chunks == 0
+            assert "token" in made.peer("c", "a").problem
+            assert made.client("b").lookup("r", prompt).peer_chunks == 3
+        finally:
+            client.let_go()
 
 
 def test_a_server_with_another_chunk_size_is_refused_before_any_byte(short_tmp):

@@ -8,14 +8,15 @@ import inspect
 import threading
 from typing import TYPE_CHECKING
 
+import grpc
+
+from kvwire.client.bearer import token_interceptors
 from kvwire.server.app import CacheServer
 from kvwire.server.config import ServerConfig
 from support.server_process import open_channel
 
 if TYPE_CHECKING:
     from pathlib import Path
-
-    import grpc
 
 MIB = 1 << 20
 
@@ -66,8 +67,11 @@ class LocalServer:
     def engine(self):
         return self.server.core.engine
 
-    def channel(self) -> grpc.Channel:
+    def channel(self, *, secret: str = "") -> grpc.Channel:
+        """`secret`: the token that the server asks for."""
         channel = open_channel(self.address)
+        if secret:
+            channel = grpc.intercept_channel(channel, *token_interceptors(secret))
         self._channels.append(channel)
         return channel
 

@@ -22,6 +22,9 @@ log = logging.getLogger("kvwire.server")
 
 HEDGE_SHARE: Final = 0.4
 """Of the deadline: when the next coordinator is asked, too."""
+PATIENCE: Final = 3
+"""Questions in a row without an answer. Then a coordinator is left alone for a while."""
+REST_S: Final = 1.0
 
 
 @dataclass(slots=True)
@@ -46,6 +49,8 @@ class Directory:
         self._hints = hints
         self._seconds = seconds
         self._last: Any = None
+        self._silent: dict[Any, tuple[int, float]] = {}
+        """By coordinator: questions in a row without an answer, and until when it rests."""
         self.counters = DirectoryCounters()
 
     async def locate(self, keys: Sequence[bytes], until: float) -> list[tuple[Place, ...]]:
@@ -71,7 +76,7 @@ class Directory:
 
     async def _ask(self, keys: Sequence[bytes], seconds: float) -> pb.LocateChunksResponse | None:
         """The first good answer: one coordinator after the other, a slow one beside the next."""
-        left = self._stubs()
+        left = self._awake()
         if self._last in left:
             left.remove(self._last)
             left.insert(0, self._last)
@@ -89,11 +94,23 @@ class Directory:
                     stub, reply = asked.pop(each), each.result()
                     if reply is not None:
                         self._last = stub
+                        self._silent.pop(stub, None)
                         return reply  # type: ignore[no-any-return]
+                    self._note_silent(stub)
             return None
         finally:
-            for each in asked:
+            for each, stub in asked.items():
                 each.cancel()
+                self._note_silent(stub)
+
+    def _awake(self) -> list[Any]:
+        stubs, now = self._stubs(), time.monotonic()
+        self._silent = {stub: known for stub, known in self._silent.items() if stub in stubs}
+        return [stub for stub in stubs if self._silent.get(stub, (0, 0.0))[1] <= now]
+
+    def _note_silent(self, stub: Any) -> None:
+        count = self._silent.get(stub, (0, 0.0))[0] + 1
+        self._silent[stub] = (count, time.monotonic() + REST_S if count >= PATIENCE else 0.0)
 
 
 async def _one(stub: Any, request: pb.LocateChunksRequest, seconds: float) -> pb.LocateChunksResponse | None:

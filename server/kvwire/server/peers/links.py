@@ -11,7 +11,7 @@ from kvwire.server.dataplane.ucx import UcxPath
 from kvwire.v1 import transfer_pb2
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Collection, Sequence
 
     from kvwire.server.dataplane import DataPlane, PathOffer, ServerPath
     from kvwire.transfer.ucx import Peer
@@ -22,9 +22,10 @@ PATHS: Final = ("ucx-local", "ucx-remote")
 
 
 class Link:
-    """A connection. `users` counts leases and loans that move bytes over it."""
+    """A connection. `users` counts leases and loans that move bytes over it, `name` is the other server."""
 
-    def __init__(self, path: UcxPath, address: bytes, peer: Peer) -> None:
+    def __init__(self, name: str, path: UcxPath, address: bytes, peer: Peer) -> None:
+        self.name = name
         self.path = path
         self.address = address
         self.peer = peer
@@ -122,6 +123,10 @@ class Links:
             making.add_done_callback(lambda _: self._making.pop(key, None))
         return await asyncio.shield(making)
 
+    def keep(self, names: Collection[str]) -> None:
+        """Close what leads to other servers, unless it is in use."""
+        self._close(lambda link: link.name not in names)
+
     def discard(self, tag: int) -> None:
         """Drop messages of this tag's transfer from now on, on every path."""
         for name in self._paths:
@@ -149,14 +154,17 @@ class Links:
         former = self._links.pop(key, None)
         if former is not None:
             former.close()
-        link = self._links[key] = Link(path, address, peer)
-        self._make_room()
+        # A server has one address of a kind: another one was of a former run.
+        self._close(lambda link: link.name == name and link.path is path)
+        link = self._links[key] = Link(name, path, address, peer)
+        idle = [each for each in self._links.values() if not each.users]
+        surplus = set(idle[: max(0, len(self._links) - MAX_LINKS)])
+        self._close(lambda each: each in surplus)
         return link
 
-    def _make_room(self) -> None:
-        """Let go of the longest unused, so that peers that came and went do not add up."""
-        idle = [key for key, link in self._links.items() if not link.users]
-        for key in idle[: max(0, len(self._links) - MAX_LINKS)]:
+    def _close(self, chosen: Callable[[Link], bool]) -> None:
+        """Those of them that nobody uses."""
+        for key in [key for key, link in self._links.items() if not link.users and chosen(link)]:
             self._links.pop(key).close()
 
     def _ready(self) -> list[str]:

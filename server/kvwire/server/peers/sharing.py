@@ -158,6 +158,10 @@ class Sharing:
         event = reply.WhichOneof("event")
         if event == "joined":
             info = _info(reply.joined.server)
+            former = members.find(info.place)
+            if former is not None and former != info:
+                # What did not fit may fit now: it has its chunk size, or another address.
+                self.standing.forget(info.place)
             members.joined(address, info)
             if info.shares and info.server_id != self._core.server_id:
                 # The first lookup shall not wait for UCX to start.
@@ -170,6 +174,7 @@ class Sharing:
         known = {each.place for each in members.latest()}
         for place in self.standing.places() - known:
             self.standing.forget(place)
+        self.links.keep({name for name, _ in known})
         await self.calls.forget(known)
 
 

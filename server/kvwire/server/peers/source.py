@@ -17,6 +17,7 @@ from kvwire.errors import (
     NotImplementedYet,
     Overloaded,
     TransferFailed,
+    TransferTimeout,
     VersionUnsupported,
 )
 from kvwire.server import convert
@@ -27,6 +28,7 @@ from kvwire.server.peers.choosing import last_of, longest_run
 from kvwire.server.peers.loans import Loan
 from kvwire.server.store import longest_boundary
 from kvwire.telemetry import tracing
+from kvwire.v1 import transfer_pb2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -42,6 +44,7 @@ log = logging.getLogger("kvwire.server")
 
 MAX_ASKED: Final = 4
 """Servers that are asked for one prompt."""
+FAR_S: Final = 60.0
 MISFITS: Final = (
     FleetMixed,
     VersionUnsupported,
@@ -96,6 +99,8 @@ class PeerSource:
         self._hints = hints
         self._standing = standing
         self._transfers = borrowing.TransferIds()
+        self._far: dict[Place, float] = {}
+        """Runs to which nothing came within this host, until when the way between hosts is taken."""
 
     async def find(self, wanted: Wanted, until: float) -> PeerFound | None:
         if not self._members.latest() or self.tools.links.problem:
@@ -146,6 +151,9 @@ class PeerSource:
             log.info("a transfer from %s failed: %s", peer.server_id, error)
             if not size:
                 self._standing.failed(peer.place, str(error), time.monotonic())
+            if not size and path == "ucx-local" and isinstance(error, TransferFailed | TransferTimeout):
+                self._far = {each: until for each, until in self._far.items() if self._members.find(each)}
+                self._far[peer.place] = time.monotonic() + FAR_S
 
     async def _search(self, search: _Search, until: float) -> None:
         """One server after the other, each for what follows on what is there by then."""
@@ -203,7 +211,7 @@ class PeerSource:
         shards = wanted.space.shards
         if peer.chunk_size not in {0, shards.chunk_size}:
             raise FleetMixed(f"Its chunk size is {peer.chunk_size}, this server's {shards.chunk_size}.")
-        offers = await self.tools.links.offers()
+        offers = await self._offers(peer)
         if not offers:
             raise DataPathUnavailable(self.tools.links.problem)
         transfer = self._transfers.next()
@@ -219,6 +227,14 @@ class PeerSource:
             Loan(self.tools, peer, shards, borrowing.Ticket(lease_id), transfer).release()
             raise
         return Loan(self.tools, peer, shards, ticket, transfer)
+
+    async def _offers(self, peer: PeerInfo) -> list[transfer_pb2.DataPathOffer]:
+        """Shared memory may be there and not be usable, between containers: nothing proves it but bytes."""
+        offers = await self.tools.links.offers()
+        if time.monotonic() < self._far.get(peer.place, 0.0):
+            far = [offer for offer in offers if offer.path != transfer_pb2.DATA_PATH_UCX_LOCAL]
+            return far or offers
+        return offers
 
     def _note(self, peer: PeerInfo, topic: bytes, error: KvwireError) -> None:
         """What a failure to lease says about a server."""
