@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from kvwire.server.tiers.problems import Problems
 
 BATCH: Final = 500
+FIRST_S: Final = 0.5
+LONGEST_S: Final = 30.0
 
 
 class Deleter:
@@ -27,13 +29,13 @@ class Deleter:
         index.on_doomed = self._news.set
 
     async def run(self) -> None:
-        backoff = Backoff(0.5, 30.0)
+        backoff = Backoff(FIRST_S, LONGEST_S)
         while True:
             await self._news.wait()
             self._news.clear()
             while self._index.doomed:
                 if await self._batch():
-                    backoff = Backoff(0.5, 30.0)
+                    backoff = Backoff(FIRST_S, LONGEST_S)
                 else:
                     await asyncio.sleep(backoff.next())
 

@@ -16,7 +16,7 @@ LONGEST_S: Final = 2.0
 class Backoff:
     """Growing waits in seconds, each between a half and the whole of its step."""
 
-    def __init__(self, first: float = FIRST_S, longest: float = LONGEST_S) -> None:
+    def __init__(self, first: float, longest: float) -> None:
         self._step = first
         self._longest = longest
 
@@ -28,7 +28,7 @@ class Backoff:
 
 async def retried(attempts: int, call: Callable[[], Awaitable[None]]) -> None:
     """Call until it works; what is not worth another attempt, and the last failure, is raised."""
-    backoff = Backoff()
+    backoff = Backoff(FIRST_S, LONGEST_S)
     for _ in range(attempts - 1):
         try:
             return await call()

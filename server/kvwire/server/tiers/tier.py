@@ -228,7 +228,12 @@ class Tier:
                 return known
             name, data = f"{folder}/{MANIFEST}", write_manifest(manifest)
             await self._deleter.gone(name, len(data), ROOM_S)
-            await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, [data]))
+            try:
+                await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, [data]))
+            except BaseException:
+                # What is not known to have failed may be there all the same.
+                self.index.doom_stray(name, len(data))
+                raise
             return self.index.open_space(folder, manifest, len(data))
 
     async def _write(self, stored: StoredObject, data: memoryview) -> bool:
@@ -248,7 +253,6 @@ class Tier:
             tried = True
             await self._retry(WRITE_ATTEMPTS, partial(self._backend.write, name, parts))
         except BaseException:
-            # What is not known to have failed may be there all the same.
             self.index.abort(writing, left=tried)
             raise
         self.problems.works()
