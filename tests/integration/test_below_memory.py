@@ -345,6 +345,17 @@ def test_prefetch_brings_a_prompt_and_tells_from_where(site):
     site.settle()
 
 
+def test_prefetch_needs_no_engine_that_is_there_any_more(site):
+    site.have(site.near, 3)
+    site.client.store("before", tokens(1, seed=5))
+    site.client.unregister()
+    reply = site.prefetch(3)
+    assert (reply.resident_chunks, reply.l2_chunks) == (3, 3)
+    site.client.register()
+    assert site.client.lookup("s", tokens(3)).hit_chunks == 3
+    site.settle()
+
+
 def test_prefetch_says_why_not_all_is_there(short_tmp):
     with local_server(short_tmp, l1_size=1 << 20) as local:
         site = Site(local)

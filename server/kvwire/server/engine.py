@@ -127,6 +127,8 @@ class CacheEngine:
         counters = self._state.counters
         counters.evicted_chunks = self.store.evicted_chunks
         counters.evicted_bytes = self.store.evicted_bytes
+        counters.quota_evicted_chunks = self.store.eviction.quota_chunks
+        counters.quota_refusals = self.store.eviction.quota_refusals
         return counters
 
     def bind_chunk_size(self, chunk_size: int) -> None:
@@ -333,8 +335,11 @@ class CacheEngine:
         return self.store.evict_to(int(self.store.allocator.capacity * fraction), max_chunks)
 
     def space_of(self, namespace: Namespace) -> Space | None:
-        """The space of a namespace, None while nobody has registered its layout. Needs a bound chunk size."""
-        return self._state.spaces.open(namespace, self._state.require_chunk_size())
+        """The space of a namespace, also after everyone who registered its layout has gone; None before.
+
+        Raises ChunkSizeNotNegotiated.
+        """
+        return self._state.spaces.peek(namespace, self._state.require_chunk_size())
 
     def clear(self, namespace: Namespace | None = None) -> tuple[int, int]:
         """Drop what no lease holds, of one model if given. Returns (chunks dropped, chunks kept)."""

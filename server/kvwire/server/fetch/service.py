@@ -78,7 +78,9 @@ def _patience(remaining: float | None, limit: float) -> float:
 
 
 def _unknown_layout() -> KvwireError:
-    return ObjectNotFound("No engine has registered the KV layout of this namespace here.")
+    return ObjectNotFound(
+        "No engine has registered the KV layout of this namespace since the server started."
+    )
 
 
 def _shortfall(core: Core, brought: Brought, lacking: int) -> KvwireError:
