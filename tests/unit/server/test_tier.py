@@ -160,7 +160,7 @@ async def test_a_storage_that_is_slow_at_the_start_does_not_hold_the_server_up()
     backend, heard = FakeBackend(), Heard()
     gate = backend.gates["open"] = asyncio.Event()
     async with open_tier(backend, heard=heard, patience=0.01) as tier:
-        assert tier.status().problem == "cannot be used yet: it has not told what it holds"
+        assert tier.status().problem == "cannot be used: it has not told yet what it holds"
         gate.set()
         await until(lambda: tier.ready)
         assert tier.status().problem == ""

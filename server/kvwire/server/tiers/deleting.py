@@ -5,6 +5,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Final
 
 from kvwire.server.tiers.backends.base import BackendError, Unavailable
+from kvwire.server.tiers.problems import DELETE
 from kvwire.server.tiers.retrying import Backoff
 
 if TYPE_CHECKING:
@@ -61,9 +62,9 @@ class Deleter:
         try:
             await self._backend.delete(names)
         except BackendError as error:
-            self._problems.failed("cannot be deleted from", error)
+            self._problems.failed(DELETE, error)
             return False
-        self._problems.works()
+        self._problems.works(DELETE)
         self._index.deleted(names)
         self._progress.set()
         return True

@@ -29,7 +29,7 @@ from kvwire.server.tiers.format import (
 )
 from kvwire.server.tiers.index import ALREADY, TierIndex
 from kvwire.server.tiers.loading import Loader
-from kvwire.server.tiers.problems import Problems
+from kvwire.server.tiers.problems import OPEN, READ, WRITE, Problems
 from kvwire.server.tiers.retrying import Backoff, retried
 from kvwire.transfer.checksum import checksum
 
@@ -106,11 +106,11 @@ class Tier:
             self._listener.on_cleared()
         self._opening = asyncio.get_running_loop().create_task(self._open(), name=f"kvwire-open-{self.name}")
         if not (await asyncio.wait((self._opening,), timeout=seconds))[0]:
-            self.problems.failed("cannot be used yet", "it has not told what it holds")
+            self.problems.failed(OPEN, "it has not told yet what it holds")
         elif error := self._opening.exception():
             if not isinstance(error, BackendError):
                 raise error
-            self.problems.failed("cannot be used", error)
+            self.problems.failed(OPEN, error)
 
     async def run(self) -> None:
         """Open, as often as it takes; then delete what is to be deleted, for ever."""
@@ -120,7 +120,7 @@ class Tier:
             try:
                 await (opening or self._open())
             except (BackendError, ConfigError) as error:
-                self.problems.failed("cannot be used", error)
+                self.problems.failed(OPEN, error)
                 await asyncio.sleep(backoff.next())
             opening = None
         if self.on_ready is not None:
@@ -150,7 +150,7 @@ class Tier:
                 return await self._write(stored, data)
         except BackendError as error:
             self.counters.failed_writes += 1
-            self.problems.failed("cannot be written to", error)
+            self.problems.failed(WRITE, error)
             return False
 
     async def read(self, chunk: TierChunk, shard: int, into: memoryview, until: float) -> bytes:
@@ -168,7 +168,7 @@ class Tier:
         except (BackendError, TimeoutError) as error:
             self.counters.failed_reads += 1
             if isinstance(error, BackendError):
-                self.problems.failed("cannot be read", error)
+                self.problems.failed(READ, error)
             raise ReadFailed(str(error) or "not read in time") from error
         self.counters.read_objects += 1
         self.counters.read_bytes += size
@@ -209,7 +209,7 @@ class Tier:
         await self._backend.open()
         await Loader(self.index, self._backend, self._prefix).load()
         self.ready = True
-        self.problems.works()
+        self.problems.works(OPEN)
         log.info(
             "L2 %s at %s holds %d chunks, %d bytes",
             self.name,
@@ -255,7 +255,7 @@ class Tier:
         except BaseException:
             self.index.abort(writing, left=tried)
             raise
-        self.problems.works()
+        self.problems.works(WRITE)
         self.counters.written_objects += 1
         self.counters.written_bytes += writing.size
         return self.index.commit(writing)
@@ -278,7 +278,7 @@ class Tier:
             await self._vault.unseal(_tenant(chunk.space), name.encode() + bytes(header), payload, [into])
         if await self._threads.run(lambda _: checksum(into)) != told.checksum:
             raise BadFormat("the bytes are not those that were stored")
-        self.problems.works()
+        self.problems.works(READ)
         return told.checksum
 
     def _unusable(self, chunk: TierChunk, shard: int, serial: int, error: Exception) -> ReadFailed:

@@ -37,7 +37,7 @@ class Saving:
     @property
     def works(self) -> bool:
         """Whether an attempt is likely to help."""
-        return self.tier.ready and not self.tier.problems.now
+        return self.tier.ready and self.tier.problems.writable
 
     async def save(self, stored: StoredObject) -> bool:
         """False: it is not in the tier; it is counted why. Raises nothing but CancelledError."""
