@@ -174,13 +174,15 @@ class Fleet:
 
 @contextlib.contextmanager
 def fleet(folder: Path, flags: Sequence[str]) -> Iterator[Fleet]:
-    """Two servers with the same flags behind a relay."""
+    """Two servers with the same flags. `a` is a member by the relay alone; `b` asks the directory itself, and
+    gives life signs over the relay, too."""
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(coordinator(folder, *TERMS))
         way = stack.enter_context(relay(target.address, f"unix:{folder / 'relay'}.sock"))
         channel = stack.enter_context(open_channel(target.address))
-        joined = ("--coordinator", way.address, *SHARING, *flags)
-        a, b = Server("a", folder, joined), Server("b", folder, joined)
+        relayed, direct = ("--coordinator", way.address), ("--coordinator", target.address)
+        a = Server("a", folder, (*relayed, *SHARING, *flags))
+        b = Server("b", folder, (*direct, *relayed, *SHARING, *flags))
         for server in (a, b):
             stack.callback(server.close)
             server.start()
