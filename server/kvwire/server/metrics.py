@@ -141,6 +141,16 @@ SERVER_METRICS: Final[tuple[Metric[ServerState], ...]] = (
     counter("kvwire_evicted_chunks_total", "Chunks evicted.", lambda s: s.engine.counters.evicted_chunks),
     counter("kvwire_evicted_bytes_total", "Bytes evicted.", lambda s: s.engine.counters.evicted_bytes),
     counter(
+        "kvwire_quota_evicted_chunks_total",
+        "Chunks evicted because of a tenant's quota.",
+        lambda s: s.engine.counters.quota_evicted_chunks,
+    ),
+    counter(
+        "kvwire_quota_refused_objects_total",
+        "Objects that had no room in their tenant's quota.",
+        lambda s: s.engine.counters.quota_refusals,
+    ),
+    counter(
         "kvwire_expired_leases_total", "Leases that ran out.", lambda s: s.engine.counters.expired_leases
     ),
     counter(

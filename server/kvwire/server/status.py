@@ -38,6 +38,8 @@ class EngineCounters:
     surplus_releases: int = 0
     evicted_chunks: int = 0
     evicted_bytes: int = 0
+    quota_evicted_chunks: int = 0
+    quota_refusals: int = 0
     failures: dict[str, int] = field(default_factory=dict)
 
     def fail(self, reason: str, count: int = 1) -> None:

@@ -17,13 +17,19 @@ EVERYTHING: Final = 1 << 62
 
 
 class Eviction:
-    """Chooses what goes; the store removes it. `chunks` and `bytes` count what went to make room."""
+    """Chooses what goes; the store removes it. `chunks` and `bytes` count what went to make room.
+
+    `quota_chunks` is the part of it that went for a quota, `quota_refusals` counts objects that had no room
+    in one.
+    """
 
     def __init__(self, store: L1Store) -> None:
         self._store = store
         self._by_tenant = store.policy if isinstance(store.policy, TenantPolicy) else None
         self.chunks = 0
         self.bytes = 0
+        self.quota_chunks = 0
+        self.quota_refusals = 0
 
     def make_room(self, use: TenantUse, size: int, protect: int) -> int | None:
         """The offset of a new extent for a tenant. Evicts nothing if that could not help; None: no memory.
@@ -32,13 +38,8 @@ class Eviction:
         """
         store, allocator = self._store, self._store.allocator
         need = allocator.rounded(size)
-        if use.excess(need) > use.evictable or need > allocator.free_bytes + store.evictable_bytes:
+        if need > allocator.free_bytes + store.evictable_bytes or not self._fit_quota(use, need, protect):
             return None
-        while use.excess(need) > 0:
-            own = self._victim_of(use, protect)
-            if own is None:
-                return None
-            self._evict(own)
         offset = allocator.allocate(size)
         if offset is not None:
             return offset
@@ -68,11 +69,8 @@ class Eviction:
         """Evict of the tenants above their quotas what is too much. Returns the bytes freed."""
         before, most = self._store.allocator.used, self.chunks + max_chunks
         for use in self._store.tenants.over():
-            while self.chunks < most and use.excess() > 0:
-                victim = self._victim_of(use, EVERYTHING)
-                if victim is None:
-                    break
-                self._evict(victim)
+            while self.chunks < most and use.excess() > 0 and self._evict_of(use, EVERYTHING):
+                pass
         return before - self._store.allocator.used
 
     def drop(self, keys: Iterable[bytes]) -> tuple[int, int]:
@@ -96,6 +94,24 @@ class Eviction:
         if everything and store.listener:
             store.listener.on_cleared()
         return len(idle), len(chosen) - len(idle)
+
+    def _fit_quota(self, use: TenantUse, need: int, protect: int) -> bool:
+        if use.excess(need) <= use.evictable:
+            while use.excess(need) > 0 and self._evict_of(use, protect):
+                pass
+        if use.excess(need) <= 0:
+            return True
+        self.quota_refusals += 1
+        return False
+
+    def _evict_of(self, use: TenantUse, protect: int) -> bool:
+        """Evict the next chunk of a tenant for its quota. False: none may go."""
+        victim = self._victim_of(use, protect)
+        if victim is None:
+            return False
+        self.quota_chunks += 1
+        self._evict(victim)
+        return True
 
     def _evict(self, chunk: Chunk) -> None:
         self.chunks += 1
