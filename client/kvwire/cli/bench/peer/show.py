@@ -90,7 +90,7 @@ def _print_stale(found: dict[str, Any]) -> None:
                     each["prompts"],
                     each["mean_ms"],
                     each["p99_ms"],
-                    units.exact_size(each["fetched_bytes"]),
+                    units.format_size(each["fetched_bytes"]),
                     each["failed_hints"],
                     each["fallback_chunks"],
                 )
@@ -129,6 +129,7 @@ def plot(found: dict[str, Any], file: str) -> None:
             ("stale_ttft", _plot_first_tokens),
             ("stale_lookups", _plot_lookups),
             ("transfer", _plot_heartbeats),
+            ("restart", _plot_restart),
         )
         if name in found
     ]
@@ -162,9 +163,9 @@ def _plot_transfer(axes: Any, found: dict[str, Any]) -> None:
         axes.hlines(each["memcpy_gb_s"], place - 0.4, place + 0.4, color="gray", linestyle=":")
     axes.plot([], [], color="gray", linestyle=":", label="memcpy")
     axes.set_xticks(range(len(measured)), [label for label, _ in measured], fontsize=8)
-    axes.set(ylabel="GB/s", yscale="log")
+    axes.set(ylabel="GB/s", ylim=(0, 1.4 * max(each["memcpy_gb_s"] for _, each in measured)))
     axes.set_title("From one server's memory into another's")
-    axes.legend(fontsize=8)
+    axes.legend(fontsize=8, ncol=3, loc="upper left")
 
 
 def _plot_experiment(axes: Any, found: dict[str, Any]) -> None:
@@ -213,3 +214,18 @@ def _plot_heartbeats(axes: Any, found: dict[str, Any]) -> None:
     axes.set(xscale="log", ylim=(0, 1.02), xlabel="life sign late by, ms", ylabel="share of life signs")
     axes.set_title("Life signs of both servers")
     axes.legend(fontsize=8, loc="lower right")
+
+
+def _plot_restart(axes: Any, found: dict[str, Any]) -> None:
+    told = found["restart"]
+    bars = {
+        "longest lookup\nmeanwhile": told["lookup_meanwhile_ms"]["max"],
+        f"not restarted, expiry\nafter {told['expire_after_s']:.0f} s": told["expired_ms"],
+        "restarted: clean": told["clean_ms"],
+        "restarted: a member": told["registered_ms"],
+    }
+    drawn = axes.barh(range(len(bars)), list(bars.values()), height=0.6)
+    axes.bar_label(drawn, fmt="%.0f", fontsize=8, padding=3)
+    axes.set_yticks(range(len(bars)), list(bars), fontsize=8)
+    axes.set(xlabel="ms", xlim=(0, 1.15 * max(bars.values())))
+    axes.set_title(f"A server with {told['placements']:,} placements is killed")
