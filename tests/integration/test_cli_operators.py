@@ -178,6 +178,16 @@ def test_what_is_read_at_this_moment_is_kept_and_told(client, run):
     client.end_session("held")
 
 
+def test_prefetch_tells_what_nobody_has(client, run, as_json):
+    client.store("a", tokens(2))
+    assert "the first 2 of 2 chunks" in run("prefetch", "--tokens", packed(2)).out
+    told = run("prefetch", "--tokens", packed(3), code=app.FAILED)
+    assert "the first 2 of 3 chunks" in told.out
+    assert "1 chunk not in memory" in told.err
+    found = as_json("prefetch", "--tokens", packed(3), code=app.FAILED)
+    assert (found["resident_chunks"], found["asked_chunks"], found["l2_chunks"]) == (2, 3, 0)
+
+
 @pytest.mark.parametrize("argv", [("clear", "--all"), ("evict", "--keys", "00" * 32)])
 def test_without_a_terminal_nothing_is_dropped_unless_yes_is_said(client, run, argv, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))

@@ -22,6 +22,8 @@ from kvwire.client import Client
 from kvwire.errors import NotRegistered
 from kvwire.keys import Namespace
 from kvwire.telemetry import tracing
+from kvwire.v1 import admin_service_pb2 as admin
+from kvwire.v1 import admin_service_pb2_grpc
 
 TRACE_ID = "0af7651916cd43dd8448eb211c80319c"
 SALT = "tenant-s3cret"
@@ -70,6 +72,18 @@ def text_of(span):
     return {item.key: item.value.string_value for item in span.attributes}
 
 
+def operate(stub):
+    """What operators call with a salt."""
+    prompt = {"namespace": {"model": "m", "salt": SALT}, "tokens": bytes(512)}
+    stub.Evict(admin.EvictRequest(selector=prompt))
+    for call, request in (
+        (stub.SetQuota, admin.SetQuotaRequest(salt=SALT, tier=1, limit_bytes=1)),
+        (stub.Pin, admin.PinRequest(selector=prompt)),
+    ):
+        with pytest.raises(grpc.RpcError):
+            call(request)
+
+
 def test_bl55_one_trace_joins_both_sides_and_holds_no_salt(collector, own_spans):
     headers = {"traceparent": f"00-{TRACE_ID}-b7ad6b7169203331-01"}
     with work_folder() as folder:
@@ -80,6 +94,7 @@ def test_bl55_one_trace_joins_both_sides_and_holds_no_salt(collector, own_spans)
                 client.lookup(Namespace(prompts.namespace.model, salt=SALT), list(range(512)))
                 with pytest.raises(NotRegistered):
                     client.end_sessions(12345, [os.urandom(4).hex()])
+            operate(admin_service_pb2_grpc.AdminServiceStub(client.channel()))
         # The server has stopped, so it has sent what it had.
     of_trace = [span for span in collector.spans() if span.trace_id.hex() == TRACE_ID]
     assert [span.name.rpartition("/")[2] for span in of_trace] == ["Lookup", "EndSession"]
@@ -91,6 +106,7 @@ def test_bl55_one_trace_joins_both_sides_and_holds_no_salt(collector, own_spans)
     everything = "".join(map(str, [*collector.requests, *(span.to_json() for span in own_spans())]))
     assert SALT not in everything
     assert "host-1" in everything
+    assert {"Evict", "SetQuota", "Pin"} <= {span.name.rpartition("/")[2] for span in collector.spans()}
 
 
 def test_a_server_whose_collector_is_dead_answers_and_stops_in_time():
