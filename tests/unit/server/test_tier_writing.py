@@ -246,6 +246,19 @@ async def test_bl52_a_storage_that_hangs_holds_nothing_for_long() -> None:
         assert memory.there() == []
 
 
+async def test_bl52_what_is_written_in_the_background_gives_way_too() -> None:
+    backend = FakeBackend()
+    async with spilling(backend) as (memory, spiller):
+        backend.gates["write"] = asyncio.Event()
+        for number in range(8):
+            memory.put(number)
+        spiller.poke()
+        await until(lambda: spiller.waiting)
+        await spiller.make_way({"": 8 * OBJECT_BYTES}, time.monotonic() + 0.05)
+        # It goes on with the next one at once.
+        assert memory.store.evict_to(0) >= 7 * OBJECT_BYTES
+
+
 async def test_bl52_a_storage_that_fails_is_not_waited_for() -> None:
     backend = FakeBackend()
     async with spilling(backend) as (memory, spiller):

@@ -83,8 +83,11 @@ class Spiller:
                         begun = self._begin(batch)
                         await _ended(begun)
         except TimeoutError:
-            # What is being written could not be evicted: better lost below than no room above.
+            # What is being written cannot be evicted: better lost below than no room above.
             await _cancelled(begun)
+            allocator = self._store.allocator
+            if sum(need.values()) > allocator.free_bytes + self._store.evictable_bytes:
+                await _cancelled(list(self._tasks.values()))
 
     async def save_all(self, until: float) -> None:
         """At the end of a run: the latest prompts first, and their heads first."""
