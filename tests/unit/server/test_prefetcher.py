@@ -442,23 +442,26 @@ async def test_one_object_larger_than_the_bound_comes_alone():
 
 async def test_bl52_a_prompt_larger_than_the_pool_gets_the_head_that_has_room():
     source = disk()
-    below = Below(source, pool=8)
-    source.have(below.keys(12))
-    found = await below.look_up(12)
-    assert found.hit_chunks == 8
+    below = Below(source, pool=20)
+    source.have(below.keys(30))
+    found = await below.look_up(30)
+    # A tenth is left for what is stored meanwhile.
+    assert found.hit_chunks == 18
+    below.domain.store_prompt(below.registration, "other", tokens(2, seed=5))
+    assert below.domain.hit(tokens(2, seed=5)) == 2
     await below.settle()
 
 
 async def test_bl52_what_is_leased_is_never_evicted_for_what_is_brought():
     source = disk()
-    below = Below(source, pool=10)
+    below = Below(source, pool=20)
     domain = below.domain
     domain.store_prompt(below.registration, "held", tokens(6, seed=5))
-    domain.store_prompt(below.registration, "idle", tokens(2, seed=6))
+    domain.store_prompt(below.registration, "idle", tokens(12, seed=6))
     domain.lookup(below.registration, "holder", tokens(6, seed=5))
-    source.have(below.keys(9))
-    found = await below.look_up(9)
-    assert found.hit_chunks == 4
+    source.have(below.keys(19))
+    found = await below.look_up(19)
+    assert found.hit_chunks == 12
     assert domain.hit(tokens(6, seed=5)) == 6
     await below.settle()
 

@@ -25,6 +25,8 @@ log = logging.getLogger("kvwire.server")
 
 RELEASE_S: Final = 5.0
 """How long a source may take to let go."""
+HELD_SHARE: Final = 0.9
+"""Of the memory: what leases, pins and writers may hold when something is brought. The rest is for stores."""
 MAX_ROUNDS: Final = 8
 """How often it is asked and planned for one prompt, as long as there is time: once more for what failed."""
 
@@ -157,7 +159,7 @@ class Bringing:
             _memory(survey),
             [offer.masks for offer in offers],
             fills.extents(self.space),
-            fills.room(self.space, self.keys),
+            fills.room(self.space, self.keys, HELD_SHARE),
         )
         self.short_of_room |= plan.cut
         if plan.boundary <= longest_boundary(shards, survey.resident):

@@ -88,12 +88,16 @@ class Fills:
                 found.coming[index], found.closed[index] = self._reserved(chunk)
         return found
 
-    def room(self, space: Space, keys: Sequence[bytes]) -> int:
-        """Bytes that could be had for this prompt without evicting any of it."""
-        store = self._store
+    def room(self, space: Space, keys: Sequence[bytes], share: float = 1.0) -> int:
+        """Bytes that could be had for this prompt without evicting any of it.
+
+        So that leases, pins and writers hold no more than a share of the memory then.
+        """
+        store, allocator = self._store, self._store.allocator
         own = (store.get(key, space) for key in keys)
         idle = sum(chunk.size for chunk in own if chunk is not None and chunk.idle)
-        room = store.allocator.free_bytes + store.evictable_bytes
+        in_use = allocator.used - store.evictable_bytes
+        room = int(allocator.capacity * share) - in_use
         use = store.tenants.of(space)
         if use.limit:
             room = min(room, use.limit - use.used + use.evictable)
