@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import random
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 from support.local_server import MIB, local_server
@@ -163,3 +166,38 @@ def test_a_stopped_server_writes_what_it_holds_under_the_policy_evict(short_tmp)
         client = RawClient(server.channel()).register("inline")
         reply = client.lookup("s", tokens(5))
         assert (reply.hit_chunks, reply.l2_chunks) == (5, 5)
+
+
+def test_many_clients_over_two_small_tiers_read_nothing_wrong(short_tmp):
+    disk, second = short_tmp / "disk", short_tmp / "second"
+    urls = (tier_of(disk, store="evict", size="3MiB"), tier_of(second, name="second", size="2MiB"))
+    with local_server(short_tmp, l2=urls, l1_size=2 * MIB) as server:
+
+        def work(number: int) -> int:
+            dice = random.Random(number)
+            client = RawClient(server.channel(), f"engine {number}").register("inline")
+            right = 0
+            for step in range(40):
+                packed = tokens(dice.randrange(1, 8), seed=dice.randrange(12))
+                session = f"{number}-{step}"
+                if dice.random() < 0.5:
+                    client.store(session, packed)
+                else:
+                    found = client.retrieve(session, packed)
+                    assert found is not None
+                    assert found == [content(key) for key in client.keys(packed)[: len(found)]]
+                    right += len(found)
+            return right
+
+        with ThreadPoolExecutor(4) as pool:
+            assert sum(pool.map(work, range(4))) > 0
+        client = RawClient(server.channel()).register("inline")
+        eventually(lambda: not any(each.queued_objects for each in client.status().tiers))
+        server.check()
+        for tier, folder in zip(server.core.tiers.tiers, (disk, second), strict=True):
+            eventually(lambda tier=tier: not tier.index.doomed)
+            server.run(tier.index.check_integrity)
+            assert server.run(lambda tier=tier: tier.index.used) == sum(files(folder).values())
+        for each in client.status().tiers:
+            assert (each.damaged_objects, each.failed_reads, each.failed_writes) == (0, 0, 0)
+            assert each.written_objects

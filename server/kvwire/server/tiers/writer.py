@@ -24,6 +24,9 @@ WRITES: Final = {"file": 2}
 MORE_WRITES: Final = 6
 """Objects that are written at a time: a folder is fast, others are far away."""
 PATIENCE_S: Final = 2.0
+"""How long an object waits for a pause between transfers."""
+RUSH_S: Final = 10.0
+"""No object waits so long after one was evicted before its turn."""
 
 
 class Saving:
@@ -72,6 +75,7 @@ class Writer:
         self.busy = 0
         self._hurry = False
         self._missed = False
+        self._rush_until = 0.0
 
     @property
     def waiting(self) -> int:
@@ -114,13 +118,15 @@ class Writer:
             stored, since = self._queue.popitem(last=False)
             self.busy += 1
             try:
-                if not self._hurry:
+                if not self._hurry and time.monotonic() >= self._rush_until:
                     await self._quiet(since + PATIENCE_S)
                 await self._save(stored)
             finally:
                 self.busy -= 1
 
     async def _save(self, stored: StoredObject) -> None:
+        if stored.state is not ObjectState.RESIDENT:
+            self._rush_until = time.monotonic() + RUSH_S
         if not await self._saving.save(stored):
             self._missed = self._missed or not self._saving.works
         elif self._missed and not self._queue:
