@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import urllib.request
 
 import pytest
 
+from kvwire.cli import app
 from kvwire.errors import ConfigError
 from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import event_pb2
@@ -317,3 +319,30 @@ def test_bl49_a_killed_server_leaves_no_half_written_file(short_tmp):
         assert tier(client).used_bytes == sum(before.values()) == sum(files(folder).values())
         assert reply.hit_chunks == sum(each != MANIFEST for each in before.values())
         assert tier(client).damaged_objects == 0
+
+
+def test_status_and_metrics_tell_of_each_tier(short_tmp, capsys, monkeypatch):
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "test")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "test")
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    missing = "s3://nothing/there?size=1GiB&endpoint=http://127.0.0.1:9&region=r&store=evict"
+    with journaled(short_tmp, url(short_tmp / "kv"), missing, http="127.0.0.1:0") as (server, client):
+        client.store("s", tokens(3))
+        written(client, 3, "disk")
+        drop_memory(server)
+        harm(file_of(short_tmp / "kv", client.keys(tokens(3))[2]), "cut")
+        client.lookup("s", tokens(3))
+        client.end_session("s")
+        assert app.main(["status", "--address", server.address]) == 0
+        told = capsys.readouterr().out
+        assert "the lower tier 's3' cannot be used: " in told
+        disk = next(line for line in told.splitlines() if line.startswith("disk file://")).split()
+        assert disk[2:8] == ["132.1", "KiB", "64", "MiB", "2", "all"]
+        assert "2 (128.1 KiB)" in " ".join(disk)
+        assert "1 damaged" in " ".join(disk)
+        with urllib.request.urlopen(f"http://{server.server.http_address}/metrics") as reply:
+            lines = reply.read().decode().splitlines()
+        assert 'kvwire_tier_objects{tier="disk"} 2.0' in lines
+        assert 'kvwire_tier_damaged_objects_total{tier="disk"} 1.0' in lines
+        assert 'kvwire_tier_problem{tier="s3"} 1.0' in lines
+        assert 'kvwire_lookup_hit_tokens_total{tier="l2"} 8.0' in lines
