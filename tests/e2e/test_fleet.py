@@ -18,7 +18,7 @@ from support.waiting import eventually
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 
 FOUND = [192, 128, 64, 64]
-STEADY = ("--peer-deadline=2", "--peer-timeout=2")
+STEADY = ("--peer-deadline=2", "--peer-timeout=2", "--peer-connect=5")
 
 
 class Fleet:

@@ -6,15 +6,17 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import tempfile
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import pytest
 
 from kvwire.v1 import admin_service_pb2, admin_service_pb2_grpc
+from support.coordinator_process import coordinator_process
 from support.far_clients import FarClient, far_client
 from support.hosts import sees, two_hosts
 from support.link import Quality
+from support.raw_client import RawClient, tokens
 from support.server_process import server_process
 from support.waiting import eventually
 
@@ -255,3 +257,50 @@ def test_a_firewall_that_lets_only_grpc_through(hosts, client, link):
         assert comes_back(behind, 90)
     finally:
         behind.close()
+
+
+@pytest.mark.timeout(60)
+def test_servers_between_which_only_grpc_comes_through(hosts, link, short_tmp):
+    """They lease to each other, and no byte comes: a miss after a moment, and then nothing is asked for."""
+    with ExitStack() as stack:
+        coordinator = stack.enter_context(coordinator_process(short_tmp, "--heartbeat=0.2"))
+        servers, clients = {}, {}
+        for name, host in (("a", hosts.near), ("b", hosts.far)):
+            (short_tmp / name).mkdir()
+            address = f"{host.address}:7480"
+            where = ("--listen", address, "--advertise", address, "--insecure-bind", "--chunk-size=4")
+            joining = ("--server-id", name, "--coordinator", coordinator.address, "--peer-connect=0.5")
+            flags = (*where, *joining, "--peer-deadline=5", "--peer-timeout=5")
+            prefix = (*host.prefix, "env", "no_proxy=10.77.0.0/24")
+            running = stack.enter_context(server_process(short_tmp / name, *flags, prefix=prefix))
+            servers[name] = running
+            clients[name] = RawClient(running.channel()).register("inline")
+            stack.callback(clients[name].let_go)
+        prompts = [tokens(6, seed) for seed in range(3)]
+        for prompt in prompts:
+            clients["a"].store("stored", prompt)
+        eventually(lambda: status(servers["b"]).sharing.peers)
+        link.only_port = 7480
+        first = eventually(lambda: lookup_of_located(clients["b"], servers["b"], prompts[0]))
+        assert (first.hit_chunks, first.peer_chunks) == (0, 0)
+        told = status(servers["b"]).sharing.peers[0]
+        assert (told.failed_transfers, told.fetched_chunks) == (1, 0)
+        assert told.problem
+        assert clients["b"].lookup("resting", prompts[1]).hit_chunks == 0
+        assert status(servers["b"]).sharing.peers[0].failed_transfers == 1
+        assert at_rest_but_for_lookups(servers["b"])
+        link.only_port = 0
+        eventually(lambda: clients["b"].lookup("open", prompts[2]).peer_chunks == 6)
+        assert not status(servers["b"]).sharing.peers[0].problem
+
+
+def lookup_of_located(client, server, prompt):
+    """The answer to the first lookup for which the directory knew something; None before that."""
+    before = status(server).sharing.located_chunks
+    found = client.lookup("located", prompt)
+    return found if status(server).sharing.located_chunks > before else None
+
+
+def at_rest_but_for_lookups(server):
+    memory = status(server).memory
+    return not (memory.reserved_bytes or memory.quarantined_bytes)

@@ -16,7 +16,13 @@ from support.waiting import eventually
 if TYPE_CHECKING:
     from pathlib import Path
 
-FAST = {"event_interval": 0.005, "peer_deadline": 2.0, "peer_timeout": 2.0, "ucx_net_devices": "lo"}
+FAST = {
+    "event_interval": 0.005,
+    "peer_deadline": 2.0,
+    "peer_timeout": 2.0,
+    "peer_connect": 5.0,
+    "ucx_net_devices": "lo",
+}
 """A slow machine shall not make a test fail; tests of deadlines set their own."""
 
 

@@ -124,6 +124,21 @@ class TestStanding:
         standing.worked(A1, b"")
         assert standing.problem(A1) == ""
 
+    def test_a_server_that_leases_and_whose_bytes_do_not_come_rests_all_the_same(self):
+        standing, now = Standing(), 0.0
+        rests = []
+        for _ in range(4):
+            standing.failed(A1, "nothing came", now, moving=True)
+            rests.append(
+                next(after for after in range(1, 200) if not standing.rests(A1, b"", now + after / 10))
+            )
+            standing.worked(A1, b"")
+        assert rests == sorted(set(rests))
+        assert standing.problem(A1) == "nothing came"
+        standing.moved(A1)
+        assert not standing.rests(A1, b"", now)
+        assert standing.problem(A1) == ""
+
     def test_a_problem_is_told_once(self):
         standing = Standing()
         assert standing.refused(A1, b"", "differs", 0.0)

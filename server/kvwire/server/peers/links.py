@@ -22,7 +22,10 @@ PATHS: Final = ("ucx-local", "ucx-remote")
 
 
 class Link:
-    """A connection. `users` counts leases and loans that move bytes over it, `name` is the other server."""
+    """A connection. `users` counts leases and loans that move bytes over it, `name` is the other server.
+
+    `proven`: something has come over it. UCX connects without waiting, so before that it may lead nowhere.
+    """
 
     def __init__(self, name: str, path: UcxPath, address: bytes, peer: Peer) -> None:
         self.name = name
@@ -30,6 +33,7 @@ class Link:
         self.address = address
         self.peer = peer
         self.users = 0
+        self.proven = False
         self.closed = False
 
     @property
@@ -44,7 +48,7 @@ class Link:
 
 
 class Links:
-    """Of one server. `seconds` is how long a connection may take to be made."""
+    """Of one server. `seconds` is how long a connection may take, until something has come over it."""
 
     def __init__(self, plane: DataPlane, host_id: str, seconds: float) -> None:
         self._paths: dict[str, ServerPath] = {
@@ -52,7 +56,7 @@ class Links:
         }
         self._off = plane.off
         self._host_id = host_id
-        self._seconds = seconds
+        self.seconds = seconds
         self._links: dict[tuple[str, bytes], Link] = {}
         self._making: dict[tuple[str, bytes], asyncio.Task[Link]] = {}
         self._failed: dict[str, str] = {}
@@ -144,11 +148,11 @@ class Links:
     async def _make(self, key: tuple[str, bytes], name: str) -> Link:
         path, address = self.path(key[0]), key[1]
         try:
-            async with asyncio.timeout(self._seconds):
+            async with asyncio.timeout(self.seconds):
                 peer = await path.connect(address, name)
         except TimeoutError:
             raise DataPathUnavailable(
-                f"{name} could not be connected to over {path.name} within {self._seconds:g} s.",
+                f"{name} could not be connected to over {path.name} within {self.seconds:g} s.",
                 path=path.name,
             ) from None
         former = self._links.pop(key, None)

@@ -34,6 +34,8 @@ log = logging.getLogger("kvwire.server")
 MARGIN_S: Final = 0.1
 """Kept for the release, of the time that a fetch has."""
 LOOK_S: Final = 0.02
+STALL_S: Final = 5.0
+"""Between two messages of a transfer. When none comes for so long, none is waited for any more."""
 PATIENCE_S: Final = 0.3
 """How long what was given up may still go on, until its connection is closed."""
 
@@ -145,14 +147,14 @@ class Loan:
             if len(parts) < len(self.ticket.objects or ()):
                 # What nobody wants must not be in the way of the rest.
                 plane.engine.discard(receiving.first_tag)
-            await self._prove(receiving, until, good)
+            await self._prove(receiving, link, until, good)
         finally:
             await self._end(receiving, link)
             link.users -= 1
 
-    async def _prove(self, receiving: Receiving, until: float, good: Callable[[], None]) -> None:
+    async def _prove(self, receiving: Receiving, link: Link, until: float, good: Callable[[], None]) -> None:
         """Raises KvwireError unless the lease was held until all that has come was there."""
-        await self._wait(receiving, until - time.monotonic() - MARGIN_S)
+        await self._wait(receiving, link, until - MARGIN_S)
         if self._abort.is_set():
             self._tools.background(self._release())
             raise TransferTimeout("Nobody waits for it any more.", path=self.ticket.path)
@@ -169,13 +171,20 @@ class Loan:
                 f"The bytes did not come from {self.peer.server_id} in time.", path=self.ticket.path
             )
 
-    async def _wait(self, receiving: Receiving, seconds: float) -> None:
+    async def _wait(self, receiving: Receiving, link: Link, until: float) -> None:
+        """Until all has come, or nothing comes any more. A new connection has to show that it moves bytes."""
         aborted = asyncio.ensure_future(self._abort.wait())
         came = asyncio.ensure_future(receiving.news.wait())
         try:
-            await asyncio.wait(
-                {aborted, came}, timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED
-            )
+            while (rest := until - time.monotonic()) > 0:
+                before = receiving.moved
+                patience = STALL_S if link.proven or before else self._tools.links.seconds
+                over, _ = await asyncio.wait(
+                    {aborted, came}, timeout=min(rest, patience), return_when=asyncio.FIRST_COMPLETED
+                )
+                link.proven = link.proven or receiving.moved > 0
+                if over or receiving.moved == before:
+                    return
         finally:
             aborted.cancel()
             came.cancel()

@@ -58,7 +58,10 @@ class Part:
 
 
 class Receiving:
-    """Begins at once. `path` is the name of the data path, `news` is set when all parts are over."""
+    """Begins at once. `path` is the name of the data path, `news` is set when all parts are over.
+
+    `moved` counts the messages that have come.
+    """
 
     def __init__(
         self,
@@ -76,6 +79,7 @@ class Receiving:
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._left = len(parts)
+        self.moved = 0
         self.news = asyncio.Event()
         messages = []
         for part in parts:
@@ -127,6 +131,7 @@ class Receiving:
             if error is not None:
                 self._tell(part, _typed(error))
                 return
+            self.moved += 1
             try:
                 self._pool.submit(self._hash, part)
             except RuntimeError:  # the server stops

@@ -146,11 +146,12 @@ class PeerSource:
         counters.fetched_bytes += size
         if size:
             counters.path = path
+            self._standing.moved(peer.place)
         if error is not None:
             counters.failed_transfers += 1
             log.info("a transfer from %s failed: %s", peer.server_id, error)
             if not size:
-                self._standing.failed(peer.place, str(error), time.monotonic())
+                self._standing.failed(peer.place, str(error), time.monotonic(), moving=True)
             if not size and path == "ucx-local" and isinstance(error, TransferFailed | TransferTimeout):
                 self._far = {each: until for each, until in self._far.items() if self._members.find(each)}
                 self._far[peer.place] = time.monotonic() + FAR_S

@@ -12,6 +12,8 @@ FIRST_REST_S: Final = 0.5
 LONGEST_REST_S: Final = 10.0
 REFUSED_S: Final = 600.0
 BUSY_S: Final = 0.1
+_MOVING: Final = b"moving"
+"""Beside the topics: it leases, and its bytes do not come."""
 
 
 @dataclass(slots=True)
@@ -32,7 +34,7 @@ class Standing:
 
     def rests(self, place: Place, topic: bytes, now: float) -> bool:
         """Whether it is not to be asked now."""
-        records = (self._records.get((place, b"")), self._records.get((place, topic)))
+        records = [self._records.get((place, about)) for about in (b"", topic, _MOVING)]
         return any(record is not None and now < record.rest_until for record in records)
 
     def problem(self, place: Place) -> str:
@@ -48,9 +50,13 @@ class Standing:
         """It is well and takes no more at the moment."""
         self._record(place).rest_until = now + BUSY_S
 
-    def failed(self, place: Place, problem: str, now: float) -> bool:
-        """It did not answer, or nothing came. Whether that is news."""
-        record = self._record(place)
+    def moved(self, place: Place) -> None:
+        """Bytes came from it."""
+        self._records.pop((place, _MOVING), None)
+
+    def failed(self, place: Place, problem: str, now: float, *, moving: bool = False) -> bool:
+        """It did not answer, or, `moving`, it has leased and nothing came. Whether that is news."""
+        record = self._record(place, _MOVING if moving else b"")
         record.failures += 1
         rest = min(FIRST_REST_S * 2 ** min(record.failures - 1, 10), LONGEST_REST_S)
         record.rest_until = now + rest
