@@ -69,7 +69,11 @@ class ServerConfig:
     peer_deadline: float = setting(
         "Longest wait for a coordinator's answer to where chunks are.", 0.02, "seconds"
     )
-    peer_connect: float = setting("Longest wait for a UCX connection to another server.", 1.0, "seconds")
+    peer_connect: float = setting(
+        "Longest wait for a UCX connection to another server, until something has come over it.",
+        1.0,
+        "seconds",
+    )
     peer_timeout: float = setting("Longest wait for another server's answer to a call.", 1.0, "seconds")
     peer_ca: str = setting("PEM file with the CA of the other servers' certificates; turns TLS on.", "")
     peer_cert: str = setting("PEM file with the certificate shown to other servers.", "")
