@@ -201,7 +201,7 @@ def test_bl53_eviction_takes_the_tail_before_the_head(short_tmp):
 
 
 def test_no_space_is_told_at_once_when_everything_is_held(short_tmp):
-    with local_server(short_tmp, l1_size=MIB + 4096) as local:
+    with local_server(short_tmp, l1_size=MIB + 4096, watermark=1.0) as local:
         client = standalone(local)
         held = tokens(16)
         assert client.store("first", held) == 16

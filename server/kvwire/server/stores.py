@@ -188,6 +188,7 @@ class _Reserving:
     def chunk(self, position: int, groups: Sequence[int]) -> None:
         """Reserve what is absent of one chunk, all of it or nothing: a part is of no use."""
         found = {group: self._existing(position, group) for group in groups}
+        self._full = self._full or not self._admits(position, [each for each in groups if not found[each]])
         fresh: dict[int, StoredObject] = {}
         for group in groups:
             if found[group] is None and not self._full:
@@ -208,6 +209,12 @@ class _Reserving:
             offset = stored.offset if stored else 0
             self.slots.append(SlotGrant(position, group, offset, sizes[group], state))
         self.objects.extend(fresh.values())
+
+    def _admits(self, position: int, groups: Sequence[int]) -> bool:
+        """What has no room as a whole must not cost what others need."""
+        chunks = self._chunks
+        sizes = [chunks.space.shards.object_bytes[group] for group in groups]
+        return self._store.admits(chunks.space, chunks.keys[position - chunks.first], sizes)
 
     def _existing(self, position: int, group: int) -> SlotState | None:
         chunks = self._chunks

@@ -339,3 +339,29 @@ def test_bl07_an_image_is_part_of_the_key(domain: Domain) -> None:
 def test_an_unknown_policy_never_starts() -> None:
     with pytest.raises(Exception, match="not implemented"):
         make_store(4096, "fifo")
+
+
+@pytest.mark.parametrize("quota", [True, False])
+def test_bl52_a_chunk_that_has_no_room_as_a_whole_evicts_nothing(quota: bool) -> None:
+    """Its first object would find room in place of another prompt's, its second none."""
+    room = 5 * OBJECT_BYTES // 2
+    domain = Domain(pool=20, policy="tenant", kv_layout=layout(1, FULL, window_group(5, blocks=1)))
+    store = domain.engine.store
+    client = domain.register()
+    domain.store_prompt(client, "w", tokens(1))
+    assert domain.lookup(client, "held", tokens(1)).hit_chunks == 1
+    domain.lookup(client, "part", tokens(1, seed=1))
+    grant = domain.begin(client, "part", 0, 1, (ObjectRange(0, 0, 1),))
+    domain.commit(client, grant.lease_id)
+    domain.engine.end_session(client, ["part"], domain.now)
+    if quota:
+        store.tenants.set_limits({"": room})
+    else:
+        store.allocator.allocate(store.allocator.free_bytes)
+        store.quarantined_bytes += store.allocator.used - room
+        assert store.allocator.free_bytes == 0
+    domain.lookup(client, "new", tokens(1, seed=2))
+    refused = domain.begin(client, "new", 0, 1)
+    assert states(refused) == [SlotState.NO_SPACE] * 2
+    assert domain.engine.counters.evicted_chunks == 0
+    assert domain.engine.counters.quota_refusals == quota

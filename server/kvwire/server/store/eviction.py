@@ -31,6 +31,14 @@ class Eviction:
         self.quota_chunks = 0
         self.quota_refusals = 0
 
+    def could_hold(self, use: TenantUse, sizes: Iterable[int]) -> bool:
+        """Whether objects of these sizes could be there together, if all that is idle made way."""
+        store, allocator = self._store, self._store.allocator
+        need = sum(map(allocator.rounded, sizes))
+        fits = use.excess(need) <= use.evictable
+        self.quota_refusals += not fits
+        return fits and need <= allocator.free_bytes + store.evictable_bytes
+
     def make_room(self, use: TenantUse, size: int, protect: int) -> int | None:
         """The offset of a new extent for a tenant. Evicts nothing if that could not help; None: no memory.
 

@@ -141,6 +141,18 @@ class L1Store:
         """Whether an object of this size could ever be stored."""
         return self.allocator.rounded(size) <= self.allocator.capacity
 
+    def admits(self, space: Space, key: bytes, sizes: Sequence[int]) -> bool:
+        """Whether absent objects of these sizes could be there together, if all that is idle made way.
+
+        If not, they will not come.
+        """
+        if not sizes or self.eviction.could_hold(self.tenants.of(space), sizes):
+            return True
+        chunk = self.get(key, space)
+        if chunk is not None:
+            self._note_gap(chunk)
+        return False
+
     def lookup_object(self, space: Space, key: bytes, shard: int) -> StoredObject | None:
         chunk = self._index.get(key)
         return None if chunk is None or chunk.space is not space else chunk.shards[shard]
