@@ -75,6 +75,7 @@ def journaled(folder, *urls: str, **settings):
     """A server with something to tell, and a client of it."""
     with local_server(folder, l2=urls, coordinator=NOBODY, peers=False, **settings) as server:
         server.reader = server.run(server.core.journal.reader)
+        server.run(server.core.sealer.hurry)
         client = RawClient(server.channel()).register("inline")
         yield server, client
         server.check()
@@ -235,6 +236,48 @@ def test_a_folder_belongs_to_one_server(short_tmp):
         written(client, 2)
 
 
+def test_a_chunk_is_told_and_found_when_all_ranks_are_there(short_tmp):
+    folder = short_tmp / "kv"
+    packed = tokens(3)
+    with journaled(short_tmp, url(folder), server_id="a") as (server, client):
+        client.unregister()
+        ranks = [
+            RawClient(server.channel()).register("inline", "worker", world_size=2, kv_rank=rank)
+            for rank in range(2)
+        ]
+        scheduler = RawClient(server.channel()).register("", "scheduler", world_size=2)
+        for number, rank in enumerate(ranks):
+            scheduler.lookup("s", packed)
+            ticket = rank.begin_store("s", 0, 3).ticket
+            rank.write(ticket, [content(key) for key in rank.keys(packed)])
+            rank.commit(ticket.lease_id)
+            scheduler.end_session("s")
+            written(rank, 3 * (number + 1))
+            drop_memory(server)
+            assert sorted(told(server)) == sorted((STORE, key) for key in rank.keys(packed) if number)
+            if not number:
+                assert scheduler.lookup("s", packed).hit_chunks == 0
+                scheduler.end_session("s")
+    assert sum(files(folder).values()) == 6 * STORED + MANIFEST
+    with journaled(short_tmp, url(folder), server_id="a") as (server, client):
+        client.unregister()
+        worker = RawClient(server.channel()).register("inline", "worker", world_size=2, kv_rank=1)
+        scheduler = RawClient(server.channel()).register("", "scheduler", world_size=2)
+        reply = scheduler.lookup("s", packed)
+        assert (reply.hit_chunks, reply.l2_chunks) == (3, 3)
+        result = worker.begin_retrieve("s", 0, 3)
+        assert worker.read(result.ticket) == [content(key) for key in worker.keys(packed)]
+        assert tier(worker).read_objects == 6
+        # A file that one rank lacks is a boundary for all.
+        worker.end_retrieve(result.ticket.lease_id)
+        scheduler.end_session("s")
+        drop_memory(server)
+        next(folder.rglob(f"{worker.keys(packed)[1].hex()}.1")).unlink()
+        assert scheduler.lookup("s", packed).hit_chunks == 1
+        scheduler.end_session("s")
+        assert told(server)[-1] == (DELETE, worker.keys(packed)[1])
+
+
 def test_of_two_layouts_of_one_namespace_the_later_is_kept(short_tmp):
     folder = short_tmp / "kv"
     with journaled(short_tmp, url(folder)) as (server, client):
@@ -265,6 +308,12 @@ def located(coordinator, client, packed: bytes) -> dict[tuple[str, int], int]:
     return found
 
 
+def usage(coordinator) -> dict[str, int]:
+    """Used bytes by store, as the only server's heartbeats tell."""
+    (member,) = coordinator.stub().ListServers(pb.ListServersRequest(), timeout=10).members
+    return {each.backend: each.used_bytes for each in member.tiers}
+
+
 def test_a_directory_knows_what_lies_below_also_after_a_kill(short_tmp):
     folder = short_tmp / "kv"
     with LocalCoordinator(short_tmp) as coordinator:
@@ -282,6 +331,9 @@ def test_a_directory_knows_what_lies_below_also_after_a_kill(short_tmp):
             both = {("memory", 1): 3, ("disk", 2): 3}
             eventually(lambda: located(coordinator, client, tokens(3)) == both)
             eventually(lambda: ("disk", 2) in located(coordinator, client, tokens(2, seed=1)))
+            eventually(
+                lambda: usage(coordinator) == {"memory": 5 * OBJECT_BYTES, "disk": 5 * STORED + MANIFEST}
+            )
             server.process.send_signal(signal.SIGKILL)
             server.process.wait(10)
         # What the next run does not find is told, too.

@@ -84,6 +84,7 @@ def check(server, folder=None) -> None:
 def test_bl52_what_leaves_memory_is_written_first(short_tmp, policy):
     folder = short_tmp / "kv"
     with local_server(short_tmp, l2=(tier_of(folder, store="evict"),), policy=policy, l1_size=MIB) as server:
+        server.run(server.core.sealer.hurry)
         client = RawClient(server.channel()).register("inline")
         for seed in range(8):
             client.store(f"s{seed}", tokens(5, seed))

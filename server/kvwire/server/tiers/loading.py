@@ -28,6 +28,7 @@ class Loader:
         self._prefix = prefix
         self._spaces: dict[str, TierSpace | None] = {}
         self._strangers: list[str] = []
+        self._strange = 0
         self._dropped = 0
 
     async def load(self) -> None:
@@ -39,17 +40,16 @@ class Loader:
         self._index.shrink()
         if self._dropped:
             log.warning("L2: %d stored objects of no use are deleted", self._dropped)
-        if self._strangers:
-            log.warning(
-                "L2: %d values of others are left alone: %s",
-                len(self._strangers),
-                ", ".join(self._strangers[:_SHOWN]),
-            )
+        if self._strange:
+            names = ", ".join(self._strangers)
+            log.warning("L2: %d values of others are left alone: %s", self._strange, names)
 
     async def _take(self, entry: Entry) -> None:
         name = parse_name(entry.name)
         if name is None:
-            self._strangers.append(entry.name)
+            self._strange += 1
+            if len(self._strangers) < _SHOWN:
+                self._strangers.append(entry.name)
             return
         if name.folder not in self._spaces:
             self._spaces[name.folder] = await self._open(name.folder)

@@ -222,6 +222,9 @@ class Tier:
         """The folder of a namespace; its manifest is there before anything else is. Raises BackendError."""
         manifest = manifest_of(space)
         folder = f"{self._prefix}/{manifest.folder}"
+        known = self.index.spaces.get(folder)
+        if known is not None:
+            return known
         async with self._manifests:
             known = self.index.spaces.get(folder)
             if known is not None:
