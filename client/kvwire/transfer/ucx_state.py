@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict, deque
+from collections import defaultdict
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -13,6 +13,7 @@ import numpy as np
 from kvwire.errors import DataPathUnavailable, KvwireError, TransferFailed
 from kvwire.transfer import forked, tags
 from kvwire.transfer.ucx_ops import Peer, UcxOp, lost_peer
+from kvwire.transfer.ucx_turns import Turns
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +26,6 @@ logger = logging.getLogger(__name__)
 
 GONE_GRACE_SECONDS: Final = 1.0
 """How long an operation may outlive its peer: time enough to take in all that the peer had sent."""
-MAX_SENDS: Final = 16
-"""Messages under way to one peer. More could fill its queue, which cannot be flushed when it dies."""
 MAX_DISCARDS: Final = 4096
 SWEEP_SECONDS: Final = 0.05
 
@@ -46,8 +45,7 @@ class UcxState:
         self._endpoints: dict[Peer, list[Any]] = {}
         self._wanted: defaultdict[int, dict[int, UcxOp]] = defaultdict(dict)
         self._active: list[UcxOp] = []
-        self._queued: defaultdict[Peer, deque[UcxOp]] = defaultdict(deque)
-        self._sending: defaultdict[Peer, int] = defaultdict(int)
+        self._turns = Turns()
         self._orphans: list[UcxOp] = []
         self._drops: list[Any] = []
         self._ended: list[Peer] = []
@@ -96,15 +94,10 @@ class UcxState:
         found.set_result(None)
 
     def send(self, op: UcxOp, peer: Peer) -> None:
-        endpoints = self._endpoints.get(peer)
-        if peer.lost or not endpoints:
+        if peer.lost or peer not in self._endpoints:
             op.finish(lost_peer(peer))
-        elif self._sending[peer] >= MAX_SENDS:
-            self._queued[peer].append(op)
-        else:
-            endpoint = endpoints[(op.tag & tags.MAX_PIECE) % len(endpoints)]
-            if self._post(op, lambda: endpoint.tag_send(op.array, self._lib.api.UCXXTag(op.tag))):
-                self._sending[peer] += 1
+        elif self._turns.take(op, peer) and not self._send_now(op, peer):
+            self._send_next(op)
 
     def expect(self, op: UcxOp) -> None:
         if op.peer is not None and op.peer.lost:
@@ -132,7 +125,7 @@ class UcxState:
         peer.lost = peer.lost or why
         error = lost_peer(peer)
         waiting = [op for ops in self._wanted.values() for op in ops.values() if op.peer is peer]
-        for op in [*waiting, *self._queued.pop(peer, ())]:
+        for op in [*waiting, *self._turns.drop(peer)]:
             self._forget(op, error)
         mine = [op for op in self._active if op.peer is peer]
         for endpoint in self._endpoints.pop(peer, ()):
@@ -256,6 +249,21 @@ class UcxState:
                 self._drop(found[0])
         self._sweep_at = time.monotonic() + SWEEP_SECONDS
 
+    def _send_now(self, op: UcxOp, peer: Peer) -> bool:
+        """It has its turn. False: it has failed, and the next one has it."""
+        endpoints = self._endpoints.get(peer)
+        if not endpoints:
+            op.finish(lost_peer(peer))
+            return False
+        endpoint = endpoints[(op.tag & tags.MAX_PIECE) % len(endpoints)]
+        return self._post(op, lambda: endpoint.tag_send(op.array, self._lib.api.UCXXTag(op.tag)))
+
+    def _send_next(self, ended: UcxOp) -> None:
+        peer = ended.peer
+        following = self._turns.ended(ended, peer) if peer is not None else None
+        while following is not None and peer is not None and not self._send_now(following, peer):
+            following = self._turns.ended(following, peer)
+
     def _post(self, op: UcxOp, call: Callable[[], Any]) -> bool:
         try:
             op.request = call()
@@ -268,7 +276,7 @@ class UcxState:
     def _reap(self) -> None:
         now = time.monotonic()
         still: list[UcxOp] = []
-        freed: list[Peer] = []
+        sent: list[UcxOp] = []
         for op in self._active:
             if op.request.completed:
                 outcome = self._outcome(op)
@@ -280,14 +288,11 @@ class UcxState:
             else:
                 still.append(op)
                 continue
-            if op.is_send and op.peer is not None:
-                self._sending[op.peer] -= 1
-                freed.append(op.peer)
+            if op.is_send:
+                sent.append(op)
         self._active = still
-        for peer in freed:
-            queue = self._queued.get(peer)
-            if queue:
-                self.send(queue.popleft(), peer)
+        for op in sent:
+            self._send_next(op)
 
     @staticmethod
     def _has_ended(op: UcxOp) -> bool:
@@ -319,9 +324,7 @@ class UcxState:
         if op.request is not None:
             return
         self._unwant(op)
-        queue = self._queued.get(op.peer) if op.peer is not None else None
-        if queue and op in queue:
-            queue.remove(op)
+        self._turns.forget(op)
         op.finish(error)
 
     def _unwant(self, op: UcxOp) -> None:

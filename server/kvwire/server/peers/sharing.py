@@ -79,6 +79,8 @@ class Sharing:
                     await self._told(address, reply, since)
             except grpc.RpcError as error:
                 log.debug("%s does not tell of members: %r", address, error)
+            except Exception:
+                log.exception("what %s tells of members cannot be understood", address)
             await asyncio.sleep(RETRY_S)
 
     async def close(self) -> None:
@@ -146,6 +148,14 @@ class Sharing:
             return "it shares nothing"
         return self.standing.problem(info.place)
 
+    async def _start_ucx(self) -> None:
+        """The first lookup shall not wait for it. Where it does not work, nobody shall ask."""
+        before = self.features
+        await self.links.offers()
+        if self.features != before:
+            log.warning("%s: nothing is shared with other servers", self.links.problem)
+            self._core.fleet.changed()
+
     def _coordinators(self) -> list[Any]:
         return self._core.fleet.stubs()
 
@@ -164,8 +174,7 @@ class Sharing:
                 self.standing.forget(info.place)
             members.joined(address, info)
             if info.shares and info.server_id != self._core.server_id:
-                # The first lookup shall not wait for UCX to start.
-                self.background(self.links.offers())
+                self.background(self._start_ucx())
         elif event == "left":
             members.left(address, reply.left)
         elif event == "synced":

@@ -296,7 +296,10 @@ class PeerFound:
             else:
                 by_loan.setdefault(id(loan), []).append(target)
         work = [self._fetch_from(loans[name], mine, done, until) for name, mine in by_loan.items()]
-        await asyncio.gather(*work)
+        # One that fails in a way that nobody has thought of must not end this while others still write.
+        for error in await asyncio.gather(*work, return_exceptions=True):
+            if isinstance(error, Exception):
+                log.error("a fetch failed: %r", error, exc_info=error)
 
     async def release(self) -> None:
         for loan in self._loans:
