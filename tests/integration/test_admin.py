@@ -265,6 +265,7 @@ def test_quotas_of_a_former_policy_are_told_at_the_start(tmp_path, caplog):
 BAD = [
     ("ListObjects", admin.ListObjectsRequest(page_token="next")),
     ("ListObjects", admin.ListObjectsRequest(page_token="9-1")),
+    ("ListObjects", admin.ListObjectsRequest(page_token="1-0", tier=1)),
     ("ListObjects", admin.ListObjectsRequest(page_token="0-" + "9" * 30)),
     ("ListObjects", admin.ListObjectsRequest(page_token="٣-٣")),
     ("ListObjects", admin.ListObjectsRequest(tenant="red")),

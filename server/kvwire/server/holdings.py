@@ -60,8 +60,8 @@ class Level(Protocol):
     def check(self) -> None:
         """Raises Unavailable while it does not know what it holds."""
 
-    def after(self, serial: int) -> Iterator[tuple[int, HeldChunk]]:
-        """Chunks behind the one with this serial, each with its own. Nothing changes meanwhile."""
+    def after(self, serial: int, tenant: str | None) -> Iterator[tuple[int, HeldChunk | None]]:
+        """Serials behind this one, with the chunk if it is of the tenant. Nothing changes meanwhile."""
 
     def evict(self, keys: Sequence[bytes]) -> tuple[int, int]: ...
 
@@ -85,15 +85,15 @@ class Holdings:
         """
         levels = self._of(tier)
         number, last = _position(token)
-        if number > len(levels):
+        if token and number >= len(levels):
             raise InvalidArgument("page_token", "is not one that this server gave for these tiers")
         found: list[HeldChunk] = []
         if number < len(levels):
-            for looked, (serial, held) in enumerate(levels[number].after(last)):
+            for looked, (serial, held) in enumerate(levels[number].after(last, tenant)):
                 if len(found) == count or looked == MAX_SCAN:
                     return Page(found, f"{number}-{last}")
                 last = serial
-                if held.objects and tenant in (None, held.tenant):
+                if held is not None:
                     found.append(held)
         return Page(found, f"{number + 1}-0" if number + 1 < len(levels) else "")
 
@@ -141,9 +141,10 @@ class _Memory:
     def check(self) -> None:
         """The memory always knows."""
 
-    def after(self, serial: int) -> Iterator[tuple[int, HeldChunk]]:
+    def after(self, serial: int, tenant: str | None) -> Iterator[tuple[int, HeldChunk | None]]:
         for chunk in self._store.tree.listing.after(serial):
-            yield chunk.serial, _in_memory(chunk)
+            shown = chunk.mask and tenant in (None, chunk.space.tenant)
+            yield chunk.serial, _in_memory(chunk) if shown else None
 
     def evict(self, keys: Sequence[bytes]) -> tuple[int, int]:
         return self._store.eviction.drop(keys)
@@ -170,9 +171,10 @@ class _Lower:
                 "Try again, or name the tier L1 alone."
             )
 
-    def after(self, serial: int) -> Iterator[tuple[int, HeldChunk]]:
+    def after(self, serial: int, tenant: str | None) -> Iterator[tuple[int, HeldChunk | None]]:
         for chunk in self._index.page(serial, MAX_SCAN + 1):
-            yield chunk.serial, _stored(chunk, self._name)
+            shown = chunk.mask and tenant in (None, chunk.space.tenant)
+            yield chunk.serial, _stored(chunk, self._name) if shown else None
 
     def evict(self, keys: Sequence[bytes]) -> tuple[int, int]:
         return self._index.evict(keys)
