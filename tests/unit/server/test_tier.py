@@ -127,7 +127,7 @@ async def test_bl49_cleaning_up_leaves_a_newer_object_alone() -> None:
     async with open_tier(backend) as tier:
         await put(tier, 1)
         chunk = tier.index.get(key(1))
-        old = chunk.objects[0]
+        old = chunk.generation(0)
         tier.index.evict([chunk.key])
         await put(tier, 1)
         assert not tier.index.drop_object(chunk, 0, old)

@@ -91,7 +91,7 @@ async def user(tier, backend: Unreliable, dice: random.Random, steps: int) -> No
 async def read(tier, number: int) -> bool:
     """The right bytes or none."""
     chunk = tier.index.get(key(number))
-    if chunk is None or not chunk.objects:
+    if chunk is None or not chunk.mask:
         return False
     tier.index.pin(chunk)
     try:

@@ -1,12 +1,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Final, Protocol
 
 from kvwire.server.tiers.format import HEADER_BYTES, layout_name
 
 if TYPE_CHECKING:
+    from collections.abc import Mapping
+
     from kvwire.server.tiers.format import Manifest
+
+NOTHING: Final[Mapping[int, Writing]] = MappingProxyType({})
 
 
 class TierSpace:
@@ -28,9 +33,9 @@ class TierSpace:
 
 @dataclass(slots=True, eq=False)
 class TierChunk:
-    """`objects` has a serial per shard that is there: it tells an object from a later one of the same name.
+    """`mask` has the shards that are there, `writing` those that are being written; `pins` counts readers.
 
-    `pins` counts who reads it.
+    Millions of these may be in memory.
     """
 
     key: bytes
@@ -38,13 +43,14 @@ class TierChunk:
     parent: bytes
     stamp: int
     serial: int = 0
-    objects: dict[int, int] = field(default_factory=dict)
-    writing: dict[int, Writing] = field(default_factory=dict)
     mask: int = 0
     size: int = 0
     pins: int = 0
     queued: int = 0
     announced: bool = False
+    writing: Mapping[int, Writing] = field(default_factory=lambda: NOTHING)
+    # How often the object of a shard was dropped.
+    drops: dict[int, int] | None = None
 
     @property
     def idle(self) -> bool:
@@ -58,6 +64,17 @@ class TierChunk:
     def is_complete(self) -> bool:
         need = self.space.shards.complete_mask
         return self.mask & need == need
+
+    def generation(self, shard: int) -> int:
+        """Tells the object of a shard from a later one."""
+        return self.drops.get(shard, 0) if self.drops else 0
+
+    def begin(self, writing: Writing) -> None:
+        self.writing = {**self.writing, writing.shard: writing}
+
+    def end(self, writing: Writing) -> None:
+        left = {shard: each for shard, each in self.writing.items() if shard != writing.shard}
+        self.writing = left or NOTHING
 
 
 @dataclass(slots=True, eq=False)

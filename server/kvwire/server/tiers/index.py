@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import islice
 from typing import TYPE_CHECKING, Final
 
+from kvwire.server.fetch.planning import shards_of
 from kvwire.server.store.listing import Listing
 from kvwire.server.tiers.entries import TierChunk, TierSpace, Writing
 from kvwire.server.tiers.format import MANIFEST, object_name
@@ -47,7 +48,6 @@ class TierIndex:
         self._used_by: dict[str, int] = {}
         self._quotas: dict[str, int] = {}
         self._listing: Listing[TierChunk] = Listing()
-        self._serial = 0
 
     def __len__(self) -> int:
         return len(self._chunks)
@@ -112,7 +112,8 @@ class TierIndex:
             self._close_if_empty(space)
             return problem
         chunk = chunk or self._add(space, key, parent, stamp)
-        writing = chunk.writing[shard] = Writing(chunk, shard, size)
+        writing = Writing(chunk, shard, size)
+        chunk.begin(writing)
         self.writing_bytes += size
         self._charge(space.tenant, size)
         return writing
@@ -169,12 +170,13 @@ class TierIndex:
                 entry.stamp = above.stamp
             above = above.parent
 
-    def drop_object(self, chunk: TierChunk, shard: int, serial: int) -> bool:
+    def drop_object(self, chunk: TierChunk, shard: int, generation: int) -> bool:
         """An object was found damaged or gone. False: it was dropped before, or is another one by now."""
-        if self._chunks.get(chunk.key) is not chunk or chunk.objects.get(shard) != serial:
+        there = self._chunks.get(chunk.key) is chunk and chunk.mask >> shard & 1
+        if not there or chunk.generation(shard) != generation:
             return False
         size = chunk.space.sizes[shard]
-        del chunk.objects[shard]
+        chunk.drops = {**(chunk.drops or {}), shard: generation + 1}
         chunk.mask &= ~(1 << shard)
         self.objects -= 1
         self.object_bytes -= size
@@ -292,8 +294,6 @@ class TierIndex:
 
     def _hold(self, chunk: TierChunk, shard: int) -> None:
         size = chunk.space.sizes[shard]
-        self._serial += 1
-        chunk.objects[shard] = self._serial
         chunk.mask |= 1 << shard
         chunk.size += size
         self.objects += 1
@@ -306,19 +306,18 @@ class TierIndex:
                 self.listener.on_stored(chunk)
 
     def _end_writing(self, writing: Writing) -> None:
-        del writing.chunk.writing[writing.shard]
+        writing.chunk.end(writing)
         self.writing_bytes -= writing.size
         self._charge(writing.chunk.space.tenant, -writing.size)
         self._recency.offer(writing.chunk)
 
     def _remove(self, chunk: TierChunk) -> None:
         self._gone(chunk)
-        for shard in chunk.objects:
+        for shard in shards_of(chunk.mask):
             self._doom(object_name(chunk.space.folder, chunk.key, shard), chunk.space.sizes[shard])
-        self.objects -= len(chunk.objects)
+        self.objects -= chunk.mask.bit_count()
         self.object_bytes -= chunk.size
         self._charge(chunk.space.tenant, -chunk.size)
-        chunk.objects.clear()
         chunk.mask = chunk.size = 0
         self._forget_if_empty(chunk)
 
@@ -329,7 +328,7 @@ class TierIndex:
                 self.listener.on_removed(chunk)
 
     def _forget_if_empty(self, chunk: TierChunk) -> None:
-        if chunk.objects or chunk.writing:
+        if chunk.mask or chunk.writing:
             return
         del self._chunks[chunk.key]
         self._listing.remove(chunk)

@@ -158,13 +158,13 @@ class Tier:
 
         What is damaged or not there any more is dropped, if it is still the object that was read.
         """
-        serial = chunk.objects.get(shard, 0)
+        generation = chunk.generation(shard)
         size = chunk.space.sizes[shard]
         try:
             async with asyncio.timeout_at(until):
                 digest = await self._read(chunk, shard, into)
         except (NotFound, WrongSize, BadFormat, Damaged, WrongKey) as error:
-            raise self._unusable(chunk, shard, serial, error) from error
+            raise self._unusable(chunk, shard, generation, error) from error
         except (BackendError, TimeoutError) as error:
             self.counters.failed_reads += 1
             if isinstance(error, BackendError):
@@ -284,13 +284,13 @@ class Tier:
         self.problems.works(READ)
         return told.checksum
 
-    def _unusable(self, chunk: TierChunk, shard: int, serial: int, error: Exception) -> ReadFailed:
+    def _unusable(self, chunk: TierChunk, shard: int, generation: int, error: Exception) -> ReadFailed:
         self.counters.failed_reads += 1
         wrong_key = isinstance(error, WrongKey)
         why = OTHER_KEY if wrong_key else str(error) or "changed, cut or moved"
         if wrong_key:
             self.problems.found(f"holds objects that were {OTHER_KEY}: they are dropped")
-        if self.index.drop_object(chunk, shard, serial):
+        if self.index.drop_object(chunk, shard, generation):
             self.counters.damaged_objects += 1
             if not wrong_key:
                 self.problems.dropped(object_name(chunk.space.folder, chunk.key, shard), why)
