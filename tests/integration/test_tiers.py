@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from kvwire.server.tiers.backends.folder import FolderBackend
 from support.local_server import MIB, local_server
 from support.raw_client import OBJECT_BYTES, RawClient, content, tokens
 from support.server_process import server_process
@@ -202,3 +205,23 @@ def test_many_clients_over_two_small_tiers_read_nothing_wrong(short_tmp):
         for each in client.status().tiers:
             assert (each.damaged_objects, each.failed_reads, each.failed_writes) == (0, 0, 0)
             assert each.written_objects
+
+
+@pytest.mark.leakcheck
+@pytest.mark.parametrize("store", ["all", "evict"])
+def test_a_storage_that_hangs_does_not_hold_the_stop_up(short_tmp, monkeypatch, store):
+    begun = threading.Event()
+
+    async def hang(*_):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FolderBackend, "write", hang)
+    with local_server(short_tmp, l2=(tier_of(short_tmp / "kv", store=store),), drain=0.3) as server:
+        server.run(server.core.sealer.hurry)
+        client = RawClient(server.channel()).register("inline")
+        client.store("s", tokens(9))
+        if store == "all":
+            assert begun.wait(10)
+    assert begun.is_set()
+    assert files(short_tmp / "kv") == {}

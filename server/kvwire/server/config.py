@@ -145,6 +145,7 @@ class ServerConfig:
         _check(bool(self.tls_cert) or not self.tls_client_ca, "tls_client_ca", "needs tls_cert and tls_key")
         _check(len(set(self.coordinator)) == len(self.coordinator), "coordinator", "names one of them twice")
         read_tiers(self.l2)
+        _check(bool(self.l2) or not self.l2_key_file, "l2_key_file", "needs --l2")
         pair = bool(self.coordinator_cert) == bool(self.coordinator_key)
         _check(pair, "coordinator_key", "and coordinator_cert belong together")
         pair = bool(self.peer_cert) == bool(self.peer_key)
