@@ -139,7 +139,7 @@ def _measure(plan: Plan, url: str, size: int, title: str, progress: Callable[[st
 
 
 def _flags(url: str, size: int, key_file: str) -> list[str]:
-    flags = ["--l1-size", units.exact_size(size + CHUNK_BYTES), "--watermark", "1", "--l2", url]
+    flags = ["--l1-size", units.exact_size(size + size // 2), "--watermark", "1", "--l2", url]
     flags += [
         "--chunk-size",
         str(CHUNK_TOKENS),
@@ -174,7 +174,9 @@ class FileCopies:
         for made in (self._sources, self._targets):
             made.mkdir()
         for start in range(0, len(self._bytes), CHUNK_BYTES):
-            (self._sources / str(start)).write_bytes(self._bytes[start : start + CHUNK_BYTES])
+            with (self._sources / str(start)).open("wb") as file:
+                file.write(self._bytes[start : start + CHUNK_BYTES])
+                os.fsync(file)  # or the kernel would slow down writers for it, sooner or later
         return self
 
     def __exit__(self, *_: object) -> None:
