@@ -73,7 +73,7 @@ def salt_file(programs) -> str:
     return str(programs[2] / "red.salt")
 
 
-def test_objects(programs, client, run, as_json):
+def test_objects(programs, client, run, as_json, monkeypatch):
     assert "Nothing is cached there." in run("objects").out
     client.store("a", tokens(3))
     client.store("b", tokens(2), salt=SALT)
@@ -87,6 +87,9 @@ def test_objects(programs, client, run, as_json):
     assert as_json("objects", "--tenant", "none", "--tier", "l1")["count"] == 3
     first = as_json("objects", "--limit", "2")
     assert (first["count"], first["more"]) == (2, True)
+    monkeypatch.setattr("kvwire.cli.commands.objects.WIDE", 1000)
+    assert found["chunks"][0]["chunk_key"][:16] + "...  L1 memory" in run("objects").out
+    monkeypatch.undo()
     table = run("objects", "--limit", "4").out
     assert "there are more" in table
     assert "L1 memory" in table
@@ -108,6 +111,7 @@ def test_pin_and_remove(client, run, as_json):
     client.store("a", tokens(3))
     prompt = ("--tokens", packed(3))
     assert run("pin", *prompt).out == "pinned 3 chunks\n"
+    assert "shorter than one chunk" in run("pin", "--tokens", "1,2").err
     assert as_json("pin", *prompt) == {"pinned_chunks": 3}
     assert re.search(r"pinned +3 chunks, 192 KiB", run("status").out)
     told = run("clear", "--all", "--yes", code=app.FAILED)
@@ -136,6 +140,7 @@ def test_pins_and_quotas_of_the_fleet(programs, client, run, as_json):
     eventually(lambda: client.hits(tokens(2)) == 1)
     assert run("quota", "set", "0", "--tenant", "none", at=1).out == "tenant none: no limit in L1\n"
     assert "No tenant has a quota" in run("quota", "list", at=1).out
+    eventually(lambda: not any(row["limit_bytes"] for row in as_json("quota", "list")["quotas"]))
 
 
 def test_quotas(programs, client, run, as_json):
@@ -183,7 +188,7 @@ def test_prefetch_tells_what_nobody_has(client, run, as_json):
     assert "the first 2 of 2 chunks" in run("prefetch", "--tokens", packed(2)).out
     told = run("prefetch", "--tokens", packed(3), code=app.FAILED)
     assert "the first 2 of 3 chunks" in told.out
-    assert "1 chunk not in memory" in told.err
+    assert "1 chunks are neither here nor anywhere below" in told.err
     found = as_json("prefetch", "--tokens", packed(3), code=app.FAILED)
     assert (found["resident_chunks"], found["asked_chunks"], found["l2_chunks"]) == (2, 3, 0)
 

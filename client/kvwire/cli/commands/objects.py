@@ -37,10 +37,14 @@ TEXT = """Which chunks has a server cached, where, whose, and what holds them?
 
 Without --all it lists the first 100, or as many as --limit says. Chunks are in the order of their coming,
 tier by tier; one that stays is listed once, whatever comes and goes meanwhile. A tenant is shown by a digest
-of its salt (none: no salt), which --tenant takes, or is named by its salt (--salt-file)."""
+of its salt (none: no salt), which --tenant takes, or is named by its salt (--salt-file). A narrow terminal
+shows the beginning of a key; a pipe, a file and --json get all of it."""
 
 PAGE: Final = 1000
 SHOWN: Final = 100
+WIDE: Final = 140
+KEY_SHOWN: Final = 16
+"""Of a key, in a terminal that is not WIDE."""
 COLUMNS: Final = ("chunk key", "tier", "#size", "#objects", "held by", "model", "tenant")
 
 command = command_app("objects", TEXT)
@@ -134,7 +138,8 @@ class _Table:
     def begin(self) -> None: ...
 
     def page(self, page: list[dict[str, Any]]) -> None:
-        render.print_rows(COLUMNS, map(_row, page))
+        short = render.console().width < WIDE
+        render.print_rows(COLUMNS, (_row(chunk, short=short) for chunk in page))
 
     def end(self, listing: Listing) -> None:
         if not listing.count:
@@ -144,11 +149,12 @@ class _Table:
         print(f"{told} (there are more: --all lists them)" if listing.more else told)
 
 
-def _row(chunk: dict[str, Any]) -> tuple[object, ...]:
+def _row(chunk: dict[str, Any], *, short: bool) -> tuple[object, ...]:
+    key = chunk["chunk_key"]
     holders = [f"{chunk['leases']} leases"] if chunk["leases"] else []
     holders += ["a pin"] if chunk["pinned"] else []
     return (
-        chunk["chunk_key"],
+        f"{key[:KEY_SHOWN]}..." if short else key,
         tier_name(chunk),
         units.format_size(chunk["size_bytes"]),
         f"{chunk['objects']}{'' if chunk['complete'] else ' (not all)'}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -53,4 +54,6 @@ def pin(
         render.print_json({told: count})
     else:
         print(f"{'unpinned' if remove else 'pinned'} {chunks(count)}")
+    if not remove and not count:
+        print("kvwire: the prompt is shorter than one chunk: nothing to pin.", file=sys.stderr)
     return OK

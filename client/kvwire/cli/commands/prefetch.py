@@ -54,9 +54,8 @@ def prefetch(
     else:
         render.print_fields(list(_fields(reply)))
     if not complete:
-        missing = reply.asked_chunks - reply.resident_chunks
-        reason = reply.error.message if reply.HasField("error") else "nobody who was asked has them"
-        print(f"kvwire: {chunks(missing)} not in memory: {reason}", file=sys.stderr)
+        missing = chunks(reply.asked_chunks - reply.resident_chunks)
+        print(f"kvwire: {reply.error.message or f'nobody who was asked has {missing}'}", file=sys.stderr)
     return OK if complete else FAILED
 
 
