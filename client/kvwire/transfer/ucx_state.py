@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections import defaultdict
+from collections import defaultdict, deque
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final
 
@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 GONE_GRACE_SECONDS: Final = 1.0
 """How long an operation may outlive its peer: time enough to take in all that the peer had sent."""
+LEASE_BYTES: Final = {"local": 64 << 20, "remote": 16 << 20}
+"""Of one lease under way. Several threads copy within a host; a network moves them all at once."""
 MAX_DISCARDS: Final = 4096
 SWEEP_SECONDS: Final = 0.05
 
@@ -45,7 +47,7 @@ class UcxState:
         self._endpoints: dict[Peer, list[Any]] = {}
         self._wanted: defaultdict[int, dict[int, UcxOp]] = defaultdict(dict)
         self._active: list[UcxOp] = []
-        self._turns = Turns()
+        self._turns = Turns(LEASE_BYTES[options.kind])
         self._orphans: list[UcxOp] = []
         self._drops: list[Any] = []
         self._ended: list[Peer] = []
@@ -260,9 +262,13 @@ class UcxState:
 
     def _send_next(self, ended: UcxOp) -> None:
         peer = ended.peer
-        following = self._turns.ended(ended, peer) if peer is not None else None
-        while following is not None and peer is not None and not self._send_now(following, peer):
-            following = self._turns.ended(following, peer)
+        if peer is None:
+            return
+        todo = deque(self._turns.ended(ended, peer))
+        while todo:
+            op = todo.popleft()
+            if not self._send_now(op, peer):
+                todo.extend(self._turns.ended(op, peer))
 
     def _post(self, op: UcxOp, call: Callable[[], Any]) -> bool:
         try:
