@@ -123,6 +123,7 @@ async def test_bl49_whatever_fails_nothing_wrong_is_read_and_every_byte_is_accou
             await asyncio.sleep(0)
             tier.index.check_integrity()
             assert tier.index.kept <= size
+            assert backend.stored_bytes <= size
             if killed is None and dice.random() < 0.02:
                 killed = (dict(backend.values), whole(tier.index))
         for each in users:
