@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import random
+from pathlib import Path
 
 import grpc
 import pytest
@@ -443,6 +444,21 @@ def test_a_quota_of_the_lower_tier_outlives_a_restart(tmp_path):
         assert stored_quota(stub, red) == (2 * one, 2 * one)
         stub.SetQuota(admin.SetQuotaRequest(tenant=red, tier=L2, limit_bytes=one))
         assert stored_quota(stub, red) == (one, one)
+
+
+def test_a_quota_that_was_lowered_while_the_server_was_away_holds_from_the_start(tmp_path):
+    full, spare = (below(tmp_path / name) for name in ("full", "spare"))
+    for each in (full, spare):
+        Path(each["state"]).parent.mkdir()
+    with local_server(tmp_path, **full) as server:
+        client, stub = client_of(server), stub_of(server)
+        client.store("s", tokens(3), salt=RED)
+        eventually(lambda: len(listed(stub, tier=L2)) == 3)
+        one = listed(stub, tier=L2)[0].size_bytes
+    with local_server(tmp_path, **spare) as server:
+        stub_of(server).SetQuota(admin.SetQuotaRequest(salt=RED, tier=L2, limit_bytes=2 * one))
+    with local_server(tmp_path, **{**full, "state": spare["state"]}) as server:
+        assert stored_quota(stub_of(server), salt_digest(RED)) == (2 * one, 2 * one)
 
 
 def test_what_a_quota_drives_out_of_memory_is_written_below_first(tmp_path):

@@ -211,7 +211,8 @@ class TierIndex:
         return self._drop_all(chosen)
 
     def shrink(self) -> None:
-        """Evict until everything fits, as after a start with a smaller capacity."""
+        """Evict until everything fits, as after a start with a smaller capacity or quota."""
+        self._meet_quotas()
         self._evict_bytes(self.kept - self.capacity, NEWEST, None, partly=True)
 
     def close_empty_spaces(self) -> None:
@@ -223,8 +224,7 @@ class TierIndex:
         """Limits in bytes by tenant (digest of a salt; "": those without); 0: none. Evicts what is above."""
         self._quotas = {tenant: limit for tenant, limit in quotas.items() if limit > 0}
         self._recency.watch(self._quotas, self)
-        for tenant, limit in self._quotas.items():
-            self._evict_bytes(self.usage(tenant) - limit, NEWEST, tenant, partly=True)
+        self._meet_quotas()
 
     def usage(self, tenant: str) -> int:
         """Bytes of a tenant's objects, those being written included."""
@@ -251,6 +251,10 @@ class TierIndex:
         from kvwire.server.tiers.integrity import check_index
 
         check_index(self)
+
+    def _meet_quotas(self) -> None:
+        for tenant, limit in self._quotas.items():
+            self._evict_bytes(self.usage(tenant) - limit, NEWEST, tenant, partly=True)
 
     def _make_room(self, tenant: str, size: int, before: int) -> str:
         limit = self._quotas.get(tenant)
