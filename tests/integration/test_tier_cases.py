@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import urllib.request
 
 import pytest
@@ -398,3 +399,42 @@ def test_status_and_metrics_tell_of_each_tier(short_tmp, capsys, monkeypatch):
         assert 'kvwire_tier_damaged_objects_total{tier="disk"} 1.0' in lines
         assert 'kvwire_tier_problem{tier="s3"} 1.0' in lines
         assert 'kvwire_lookup_hit_tokens_total{tier="l2"} 8.0' in lines
+
+
+@pytest.fixture
+def small_disk(short_tmp):
+    """A file system of 1 MiB."""
+    target = short_tmp / "small"
+    target.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "kvwire-test", str(target)]
+    if subprocess.run(mount, check=False, capture_output=True).returncode:
+        pytest.skip("mounts need privileges")
+    yield target
+    subprocess.run(["umount", str(target)], check=True)
+
+
+def test_bl49_a_disk_that_is_full_holds_what_it_can(short_tmp, small_disk):
+    with journaled(short_tmp, url(small_disk, size="64MiB")) as (server, client):
+        for seed in range(4):
+            client.store(f"s{seed}", tokens(8, seed=seed))
+            eventually(lambda seed=seed: tier(client).written_objects == 8 * (seed + 1))
+        there: dict[bytes, None] = {}
+        for kind, key in told(server):
+            there.pop(key, None)
+            if kind == STORE:
+                there[key] = None
+        eventually(lambda: sum(files(small_disk).values()) == tier(client).used_bytes)
+        assert list((small_disk / ".unfinished").iterdir()) == []
+        assert {bytes.fromhex(name.split("/")[-1][:64]) for name in files(small_disk) if "." in name} == set(
+            there
+        )
+        assert 8 <= len(there) <= 15
+        drop_memory(server)
+        # The last prompt is there, the first is a miss, and nothing is wrong.
+        for seed in range(4):
+            keys = client.keys(tokens(8, seed=seed))
+            found = client.retrieve(f"l{seed}", tokens(8, seed=seed))
+            assert found == [content(each) for each in keys[: len(found)]]
+            assert len(found) == [*(each in there for each in keys), False].index(False)
+        assert len(found) == 8
+        assert tier(client).damaged_objects == 0
