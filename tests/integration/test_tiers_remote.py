@@ -15,7 +15,7 @@ from support.server_process import run_server, server_process
 from support.waiting import eventually
 
 STORED = OBJECT_BYTES + 64
-SEALED = 36
+SEALED = 36 + 16
 
 
 class S3:

@@ -17,6 +17,7 @@ from kvwire.server.tiers.crypt import OVERHEAD, Damaged, WrongKey
 from kvwire.server.tiers.deleting import Deleter
 from kvwire.server.tiers.filling import Fill
 from kvwire.server.tiers.format import (
+    CHECKSUM_BYTES,
     HEADER_BYTES,
     MANIFEST,
     BadFormat,
@@ -51,6 +52,8 @@ SPARE: Final = 256
 """More than a header and an encryption add to an object."""
 ROOM_S: Final = 10.0
 """How long a write waits until what was deleted to make room for it has gone."""
+SEALED_BYTES: Final = OVERHEAD + CHECKSUM_BYTES
+"""By how much an encrypted object is longer: its checksum is sealed with it."""
 OTHER_KEY: Final = "encrypted with another key than that of --l2-key-file"
 CLOSE_S: Final = 1.0
 """How long the end of a run waits for what is to be deleted. It is found by the next run."""
@@ -81,7 +84,7 @@ class Tier:
     ) -> None:
         self.settings = settings
         self.name = settings.name
-        self.index = TierIndex(settings.size, OVERHEAD if vault else 0, listener)
+        self.index = TierIndex(settings.size, SEALED_BYTES if vault else 0, listener)
         self.counters = TierCounters()
         self.problems = Problems(settings.name, settings.location)
         self.ready = False
@@ -264,25 +267,30 @@ class Tier:
         return self.index.commit(writing)
 
     async def _parts(self, space: TierSpace, name: str, digest: bytes, data: memoryview) -> Sequence[Buffer]:
-        header = Header(data.nbytes, digest, sealed=self._vault is not None).pack()
         if self._vault is None:
-            return [header, data]
-        return [header, *await self._vault.seal(_tenant(space), name.encode() + header, [data])]
+            return [Header(data.nbytes, digest).pack(), data]
+        # Who knows the checksum of what is sealed could tell it from what it guesses.
+        header = Header(data.nbytes, bytes(CHECKSUM_BYTES), sealed=True).pack()
+        return [header, *await self._vault.seal(_tenant(space), name.encode() + header, [digest, data])]
 
     async def _read(self, chunk: TierChunk, shard: int, into: memoryview) -> bytes:
         name = object_name(chunk.space.folder, chunk.key, shard)
         header = memoryview(bytearray(HEADER_BYTES))
-        payload = into if self._vault is None else np.empty(into.nbytes + OVERHEAD, np.uint8).data
+        payload = into if self._vault is None else np.empty(into.nbytes + SEALED_BYTES, np.uint8).data
         await self._retry(READ_ATTEMPTS, partial(self._backend.read, name, [header, payload]))
         told = read_header(bytes(header))
         if told.size != into.nbytes or told.sealed != (self._vault is not None):
             raise BadFormat("the header is that of another object")
+        digest = told.checksum
         if self._vault is not None:
-            await self._vault.unseal(_tenant(chunk.space), name.encode() + bytes(header), payload, [into])
-        if await self._threads.run(lambda _: checksum(into)) != told.checksum:
+            sealed = memoryview(bytearray(CHECKSUM_BYTES))
+            about = name.encode() + bytes(header)
+            await self._vault.unseal(_tenant(chunk.space), about, payload, [sealed, into])
+            digest = bytes(sealed)
+        if await self._threads.run(lambda _: checksum(into)) != digest:
             raise BadFormat("the bytes are not those that were stored")
         self.problems.works(READ)
-        return told.checksum
+        return digest
 
     def _unusable(self, chunk: TierChunk, shard: int, generation: int, error: Exception) -> ReadFailed:
         self.counters.failed_reads += 1
