@@ -12,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from kvwire.server.engine import make_store
 from kvwire.server.layout import ShardMap
 from kvwire.server.store import L1Store, ObjectState, Space, StoredObject
-from kvwire.server.store.upcoming import upcoming, upcoming_of
+from kvwire.server.store.upcoming import going, is_held_up, needs_room, upcoming, upcoming_of
 from support.domain import BLOCK_BYTES, CHUNK, FULL, OBJECT_BYTES, layout, window_group
 
 TENANTS = ["", "aa", "bb"]
@@ -218,6 +218,35 @@ def test_clearing_one_tenant_leaves_the_others() -> None:
     assert shared.clear("aa") == (1, 1)
     assert shared.clear("") == (2, 0)
     assert [shared.resident(tenant, "p") for tenant in TENANTS] == [0, 1, 2]
+
+
+def test_what_goes_for_a_tenant_is_known_before() -> None:
+    shared = Shared(12)
+    shared.put("aa", "p", 4)
+    shared.put("bb", "p", 3)
+    shared.limit(aa=5)
+
+    def goes(**objects: int) -> list[str]:
+        need = {tenant: count * OBJECT_BYTES for tenant, count in objects.items()}
+        assert needs_room(shared.store, need) is bool(going(shared.store, need, 100))
+        return [chunk.space.tenant for chunk in going(shared.store, need, 100)]
+
+    assert goes(aa=1) == goes(bb=5) == goes(new=5) == []
+    assert goes(aa=3) == ["aa", "aa"]
+    assert goes(bb=6) == ["aa"]
+    assert goes(aa=3, bb=6) == ["aa", "aa", "aa", "aa"]
+    keys = shared.keys("aa", "p", 4)
+    assert [chunk.key for chunk in going(shared.store, {"aa": 3 * OBJECT_BYTES}, 100)] == keys[3:1:-1]
+    assert not is_held_up(shared.store, {"aa": 5 * OBJECT_BYTES})
+    held = [chunk for key in keys[:2] if (chunk := shared.store.get(key))]
+    shared.store.pin(held)
+    assert is_held_up(shared.store, {"aa": 5 * OBJECT_BYTES})
+    assert not is_held_up(shared.store, {"aa": 3 * OBJECT_BYTES})
+    # It would find no room in the quota whatever is let go.
+    assert not is_held_up(shared.store, {"aa": 6 * OBJECT_BYTES})
+    assert is_held_up(shared.store, {"bb": 12 * OBJECT_BYTES})
+    shared.store.unpin(held)
+    shared.store.check_integrity()
 
 
 TENANT = st.sampled_from(TENANTS)

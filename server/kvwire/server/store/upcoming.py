@@ -46,14 +46,25 @@ def needs_room(store: L1Store, need: Mapping[str, int]) -> bool:
     )
 
 
+def is_held_up(store: L1Store, need: Mapping[str, int]) -> bool:
+    """Whether so many bytes, by tenant, would find room if what is in use at this moment were not."""
+    if sum(need.values()) > store.allocator.free_bytes + store.evictable_bytes:
+        return True
+    return any(
+        use is not None and use.evictable < use.excess(size) and size <= use.limit
+        for use, size in _uses(store, need)
+    )
+
+
 def going(store: L1Store, need: Mapping[str, int], most: int) -> list[Chunk]:
     """The chunks that go for so many bytes, by tenant: for quotas first, then for the pool."""
     found: dict[Chunk, None] = {}
     for use, size in _uses(store, need):
         if use is not None and use.excess(size) > 0:
             found.update(dict.fromkeys(upcoming_of(store, use, use.excess(size), most - len(found))))
-    lacking = sum(need.values()) - store.allocator.free_bytes - sum(chunk.size for chunk in found)
-    if lacking > 0:
+    # Rather too many than too few: what goes for a quota may be next in the pool as well.
+    lacking = sum(need.values()) - store.allocator.free_bytes
+    if lacking > sum(chunk.size for chunk in found):
         found.update(dict.fromkeys(upcoming(store, lacking, most - len(found))))
     return list(found)
 

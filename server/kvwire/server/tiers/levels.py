@@ -7,7 +7,7 @@ import time
 from typing import TYPE_CHECKING, Final
 
 from kvwire.server.journal import Entry, EventKind
-from kvwire.server.store.upcoming import needs_room
+from kvwire.server.store.upcoming import is_held_up, needs_room
 from kvwire.server.tiers.backends import make_backend
 from kvwire.server.tiers.crypt import read_vault
 from kvwire.server.tiers.settings import read_tiers
@@ -125,13 +125,12 @@ class Tiers:
         store = self._store
         if store is None or not self.tiers or not needs_room(store, need):
             return
-        size = sum(need.values())
         until = min(until, time.monotonic() + MAKE_WAY_S)
         if self._spiller is not None:
             self._spiller.poke()
             await self._spiller.make_way(need, until)
         while (  # noqa: ASYNC110 - several may let go
-            store.allocator.free_bytes + store.evictable_bytes < size
+            is_held_up(store, need)
             and any(writer.busy for writer in self._writers)
             and time.monotonic() < until
         ):
