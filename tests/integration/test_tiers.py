@@ -196,7 +196,7 @@ def test_many_clients_over_two_small_tiers_read_nothing_wrong(short_tmp):
         with ThreadPoolExecutor(4) as pool:
             assert sum(pool.map(work, range(4))) > 0
         client = RawClient(server.channel()).register("inline")
-        eventually(lambda: not any(each.queued_objects for each in client.status().tiers))
+        server.run(lambda: server.core.tiers.flush(server.core.now() + 10))
         server.check()
         for tier, folder in zip(server.core.tiers.tiers, (disk, second), strict=True):
             eventually(lambda tier=tier: not tier.index.doomed)
