@@ -26,13 +26,13 @@ from support.engine_model import (
     Slot,
     step,
 )
-from support.fill_model import FillModel
+from support.loan_model import LoanModel
 
 INDEX = st.integers(0, 1000)
 LENGTH = st.integers(1, MAX_CHUNKS).map(lambda length: MAX_CHUNKS + 1 - length)
 
 
-class EngineMachine(FillModel, RuleBasedStateMachine):
+class EngineMachine(LoanModel, RuleBasedStateMachine):
     @initialize(policy=st.sampled_from(["lru", "arc", "tenant"]))
     def start(self, policy: str) -> None:
         self.begin_with(policy)
@@ -284,6 +284,7 @@ class EngineMachine(FillModel, RuleBasedStateMachine):
             self.domain.check()
             assert self.domain.engine.confirm_cancelled(ended.lease_id)
             assert not self.domain.engine.confirm_cancelled(ended.lease_id)
+            self.sent(ended.lease_id)
             self.writes = [write for write in self.writes if write.lease_id != ended.lease_id]
             for read in self.reads:
                 if read.lease_id == ended.lease_id:
@@ -323,6 +324,7 @@ class EngineMachine(FillModel, RuleBasedStateMachine):
             self.readers_see_their_bytes()
             self.what_is_leased_stays()
             self.what_is_held_stays()
+            self.what_was_lent_stays()
             self.memory_in_use_is_not_handed_out()
 
     def teardown(self) -> None:
