@@ -45,6 +45,9 @@ class LoanModel(FillModel):
         name=st.sampled_from("pq"),
     )
     def a_peer_asks(self, seed: int, chunks: int, have: list[int], most: int, name: str) -> None:
+        self.lend(seed, chunks, have, most, name)
+
+    def lend(self, seed: int, chunks: int, have: list[int], most: int, name: str) -> None:
         space = self.domain.engine.space_of(NAMESPACE)
         if space is None:
             return

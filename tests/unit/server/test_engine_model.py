@@ -97,6 +97,14 @@ class EngineMachine(LoanModel, RuleBasedStateMachine):
                 if len(self.writes) > before:
                     self.finish(self.writes[-1], set(), everything=True)
 
+    @rule(index=INDEX, seed=st.integers(0, 3), chunks=LENGTH, done=st.booleans())
+    def store_a_prompt_that_a_peer_asks_for(self, index: int, seed: int, chunks: int, done: bool) -> None:
+        self.store_a_prompt(index, seed, chunks, sparse=False)
+        before = len(self.lent)
+        self.lend(seed, chunks, [], 100, "p")
+        if done and len(self.lent) > before:
+            self.a_peer_is_done(before, "p")
+
     @precondition(lambda self: any(write.writing for write in self.writes))
     @rule(index=INDEX, live_only=st.booleans())
     def scribble(self, index: int, live_only: bool) -> None:
