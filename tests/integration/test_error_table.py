@@ -36,8 +36,8 @@ ELSEWHERE = {
     "TOKEN_INVALID": "test_security",
     "TRANSFER_TIMEOUT": "UCX alone has to wait for bytes: the tests of the data paths",
     "SERVER_NOT_REGISTERED": "of the coordinator, which this program is not",
-    "INCARNATION_STALE": "of the coordinator, which this program is not",
-    "FLEET_MIXED": "of the coordinator, which this program is not",
+    "INCARNATION_STALE": "test_peer_calls",
+    "FLEET_MIXED": "test_peer_calls",
     "STATE_UNAVAILABLE": "test_pinning",
 }
 

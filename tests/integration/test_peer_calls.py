@@ -61,6 +61,11 @@ def offer(path=LOCAL, host="", address=b""):
     return [transfer_pb2.DataPathOffer(path=path, host_id=host or host_id(), ucx_address=address)]
 
 
+METADATA = {
+    "FLEET_MIXED": {"chunk_size", "fleet_chunk_size", "digest", "fleet_digest"},
+    "INCARNATION_STALE": {"server_id"},
+    "INVALID_FIELD": {"field"},
+}
 BAD = {
     "another run": ({"expected_incarnation": bytes(16)}, "INCARNATION_STALE"),
     "no run": ({"expected_incarnation": b""}, "INCARNATION_STALE"),
@@ -93,7 +98,9 @@ BAD = {
 def test_what_is_wrong_is_refused_and_leases_nothing(owner, case):
     made, stub, good = owner
     fields, reason = BAD[case]
-    assert failure(stub.LookupAndLease, changed(good, **fields), timeout=10).reason == reason
+    refused = failure(stub.LookupAndLease, changed(good, **fields), timeout=10)
+    assert refused.reason == reason
+    assert METADATA.get(reason, set()) <= set(refused.metadata)
     sharing = made.servers["a"].run(made.sharing("a").status)
     assert (sharing.given_leases, sharing.given_bytes) == (0, 0)
     made.check()

@@ -195,8 +195,10 @@ def _check_compatible(request: pb.LookupAndLeaseRequest, core: Core) -> None:
             raise FleetMixed(
                 f"The two servers differ in their {what}: {theirs} there, {ours[what]} at {core.server_id}.",
                 differs=what,
-                ours=ours[what],
-                theirs=theirs,
+                chunk_size=request.chunk_size,
+                fleet_chunk_size=ours["chunk size"],
+                digest=request.digest_function,
+                fleet_digest=ours["digest function"],
             )
 
 

@@ -185,8 +185,10 @@ class Lending:
                 "The two servers have different KV layouts for this model: its engines must have the same"
                 " block size, data type and parallelism, or namespaces of their own.",
                 differs="layout",
-                ours=own.hex(),
-                theirs=request.layout_digest.hex(),
+                chunk_size=space.shards.chunk_size,
+                fleet_chunk_size=space.shards.chunk_size,
+                digest=request.layout_digest.hex(),
+                fleet_digest=own.hex(),
             )
         return space
 
