@@ -461,17 +461,18 @@ def test_a_quota_that_was_lowered_while_the_server_was_away_holds_from_the_start
         assert stored_quota(stub_of(server), salt_digest(RED)) == (2 * one, 2 * one)
 
 
-def test_what_a_quota_drives_out_of_memory_is_written_below_first(tmp_path):
+def test_what_a_quota_drives_out_of_memory_is_written_below_first(tmp_path, monkeypatch):
+    monkeypatch.setattr("kvwire.server.tiers.spilling.EVICTED", 1)
     place = f"file://{tmp_path / 'below'}?size=64MiB&store=evict"
     own = {"policy": "tenant", "state": str(tmp_path / "state"), "l2": (place,)}
     with local_server(tmp_path, **own) as server:
         client, stub = client_of(server), stub_of(server)
-        red = limit(stub, 4, salt=RED)
-        for seed in range(5):
+        red = limit(stub, 8, salt=RED)
+        for seed in range(7):
             client.store("s", tokens(2, seed), salt=RED)
-        stored = {key for seed in range(5) for key in client.keys(tokens(2, seed), RED)}
+        stored = {key for seed in range(7) for key in client.keys(tokens(2, seed), RED)}
         in_memory = {each.chunk_key for each in listed(stub, tier=L1, tenant=red)}
-        assert len(in_memory) == 4
+        assert len(in_memory) == 8
         assert stored - in_memory <= {each.chunk_key for each in listed(stub, tier=L2, tenant=red)}
         # The same when the quota is lowered: nothing is lost.
         limit(stub, 1, salt=RED)

@@ -141,7 +141,8 @@ class Spiller:
         return [
             use
             for use in self._store.tenants.limited()
-            if use.used > self._low_of(use) and self._seen.get(use) != (use.arrivals, use.limit)
+            if use.used > self._low_of(use)
+            and (use.excess() > 0 or self._seen.get(use) != (use.arrivals, use.limit))
         ]
 
     def _low_of(self, use: TenantUse) -> int:
