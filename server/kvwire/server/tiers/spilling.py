@@ -137,7 +137,7 @@ class Spiller:
         return chunks
 
     def _pressed(self) -> list[TenantUse]:
-        """Tenants close to their quotas, of whom something has come since all that may go was written."""
+        """Tenants above their quotas, and those close to them of whom something new is to be written."""
         return [
             use
             for use in self._store.tenants.limited()
