@@ -225,3 +225,20 @@ def test_a_storage_that_hangs_does_not_hold_the_stop_up(short_tmp, monkeypatch, 
             assert begun.wait(10)
     assert begun.is_set()
     assert files(short_tmp / "kv") == {}
+
+
+def test_bl52_a_store_as_large_as_memory_waits_for_no_slow_disk(short_tmp, monkeypatch):
+    begun = threading.Event()
+
+    async def hang(*_):
+        begun.set()
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(FolderBackend, "write", hang)
+    with local_server(short_tmp, l2=(tier_of(short_tmp / "kv"),), l1_size=MIB) as server:
+        server.run(server.core.sealer.hurry)
+        client = RawClient(server.channel()).register("inline")
+        client.store("s", tokens(16))
+        assert begun.wait(10)
+        assert client.store("t", tokens(16, seed=1)) == 16
+        server.run(server.engine.store.check_integrity)

@@ -54,6 +54,9 @@ class Memory:
     def there(self) -> list[int]:
         return sorted(int.from_bytes(chunk.key, "big") for chunk in self.tier.index)
 
+    def held(self) -> int:
+        return sum(chunk.pins for chunk in self.store.chunks())
+
     def check(self) -> None:
         self.store.check_integrity()
         self.tier.index.check_integrity()
@@ -106,13 +109,32 @@ async def test_a_chunk_stays_in_memory_while_it_is_written() -> None:
         assert memory.there() == [1]
 
 
+async def test_bl52_what_is_being_written_gives_way_and_the_writer_goes_on() -> None:
+    backend = FakeBackend()
+    async with running(backend) as (memory, writer):
+        gate = backend.gates["write"] = asyncio.Event()
+        for number in range(3):
+            memory.put(number)
+        await until(lambda: memory.held() == 3)
+        await writer.give_way()
+        assert memory.store.evict_to(0) == 3 * OBJECT_BYTES
+        await until(lambda: memory.tier.counters.skipped_objects == 3)
+        gate.set()
+        memory.put(4)
+        await until(lambda: not writer.waiting)
+        await settled(memory.tier)
+        assert memory.there() == [4]
+        assert memory.tier.index.used == backend.stored_bytes
+        memory.check()
+
+
 async def test_what_waits_is_not_held_and_is_skipped_when_it_has_gone() -> None:
     backend = FakeBackend()
     async with running(backend) as (memory, writer):
         gate = backend.gates["write"] = asyncio.Event()
         for number in range(writing.MORE_WRITES + 2):
             memory.put(number)
-        await until(lambda: writer.busy == writing.MORE_WRITES)
+        await until(lambda: memory.held() == writing.MORE_WRITES)
         assert memory.store.evict_to(0) == 2 * OBJECT_BYTES
         gate.set()
         await until(lambda: not writer.waiting)

@@ -129,11 +129,11 @@ class Tiers:
         if self._spiller is not None:
             self._spiller.poke()
             await self._spiller.make_way(need, until)
-        while (  # noqa: ASYNC110 - several may let go
-            is_held_up(store, need)
-            and any(writer.busy for writer in self._writers)
-            and time.monotonic() < until
-        ):
+        # In the end they break off: better lost below than no room above.
+        while is_held_up(store, need) and any(writer.busy for writer in self._writers):
+            if time.monotonic() >= until:
+                await asyncio.gather(*(writer.give_way() for writer in self._writers))
+                return
             await asyncio.sleep(LOOK_S)
 
     async def flush(self, until: float) -> None:

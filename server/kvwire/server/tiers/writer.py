@@ -25,6 +25,8 @@ MORE_WRITES: Final = 6
 """Objects that are written at a time: a folder is fast, others are far away."""
 PATIENCE_S: Final = 2.0
 """How long an object waits for a pause between transfers."""
+BREAK_S: Final = 0.2
+"""How long to wait until a write has been broken off."""
 RUSH_S: Final = 10.0
 """No object waits so long after one was evicted before its turn."""
 
@@ -76,6 +78,7 @@ class Writer:
         self._hurry = False
         self._missed = False
         self._rush_until = 0.0
+        self._running: set[asyncio.Task[bool]] = set()
 
     @property
     def waiting(self) -> int:
@@ -124,10 +127,27 @@ class Writer:
             finally:
                 self.busy -= 1
 
+    async def give_way(self) -> None:
+        """Break off what is being written: others need the memory that it holds."""
+        for task in self._running:
+            task.cancel()
+        if self._running:
+            await asyncio.wait(self._running, timeout=BREAK_S)
+
     async def _save(self, stored: StoredObject) -> None:
         if stored.state is not ObjectState.RESIDENT:
             self._rush_until = time.monotonic() + RUSH_S
-        if not await self._saving.save(stored):
+        task = asyncio.get_running_loop().create_task(self._saving.save(stored))
+        self._running.add(task)
+        try:
+            await asyncio.wait((task,))
+        finally:
+            self._running.discard(task)
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        if task.cancelled():
+            self.tier.counters.skipped_objects += 1
+        elif not task.result():
             self._missed = self._missed or not self._saving.works
         elif self._missed and not self._queue:
             self.fill()
