@@ -12,7 +12,7 @@ from kvwire.errors import TransferFailed
 from kvwire.transfer.base import Slot, SlotResult, Ticket
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from contextlib import AbstractContextManager
 
     from kvwire.client.client import Client
@@ -90,6 +90,20 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True)
+class _Moves:
+    """The bytes of one task, until it is withdrawn. For as many threads at once."""
+
+    task: Task
+    move: Callable[[Slot, int, int, ByteArray], None]
+    threads: int
+
+    def __call__(self, slot: Slot, start: int, stop: int, part: ByteArray, /) -> None:
+        if self.task.is_cancelled():
+            raise cancelled()
+        self.move(slot, start, stop, part)
+
+
+@dataclass(frozen=True, slots=True)
 class Lane:
     """One registration's means, as long as it is good."""
 
@@ -122,25 +136,15 @@ class Lane:
 
     def fill(self, task: Task) -> Fill:
         """Reads the task's blocks, until the task is withdrawn."""
-        mover = self._mover(task)
-
-        def fill(slot: Slot, start: int, stop: int, out: ByteArray, /) -> None:
-            if task.is_cancelled():
-                raise cancelled()
-            mover.fill(slot, start, stop, out)
-
-        return fill
+        return _Moves(task, self._mover(task).fill, self._threads)
 
     def drain(self, task: Task) -> Drain:
         """Writes the task's blocks, until the task is withdrawn."""
-        mover = self._mover(task)
+        return _Moves(task, self._mover(task).drain, self._threads)
 
-        def drain(slot: Slot, start: int, stop: int, data: ByteArray, /) -> None:
-            if task.is_cancelled():
-                raise cancelled()
-            mover.drain(slot, start, stop, data)
-
-        return drain
+    @property
+    def _threads(self) -> int:
+        return min(pages.threads for pages in self.pages)
 
     def _mover(self, task: Task) -> PageMover:
         from kvwire.transfer.pages import PageMover

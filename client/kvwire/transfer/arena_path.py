@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+from collections import deque
 from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import DataPathUnavailable
@@ -15,12 +17,16 @@ from kvwire.transfer.base import (
     expired,
     pieces,
     slot_error,
+    threads_of,
     timed_out,
 )
 from kvwire.transfer.checksum import HOT_BYTES, Checksum, mismatch
+from kvwire.transfer.crew import SPLIT_BYTES, crew
 from kvwire.transfer.shm import LivenessLock, MappedArena
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from kvwire.transfer.arena import Arena
     from kvwire.transfer.base import ByteArray, Drain, Fill, Slot, Ticket
     from kvwire.transfer.cuda import PageLock
@@ -42,36 +48,35 @@ class ArenaPath:
         self, ticket: Ticket, fill: Fill, deadline: float, *, with_checksum: bool = False
     ) -> list[SlotResult]:
         arena = self._open()
-        results: list[SlotResult] = []
-        for slot in ticket.slots:
+        move = _fill_hashed if with_checksum else _fill_whole
+
+        def write(slot: Slot) -> SlotResult:
             if expired(deadline):
-                results.append(SlotResult(slot.index, timed_out(self.name, slot)))
-                continue
+                return SlotResult(slot.index, timed_out(self.name, slot))
             try:
-                place = self._place(arena, slot)
-                digest = _fill_hashed(slot, fill, place) if with_checksum else _fill_whole(slot, fill, place)
-                results.append(SlotResult(slot.index, checksum=digest))
+                return SlotResult(slot.index, checksum=move(slot, fill, self._place(arena, slot)))
             except FAULTS as error:
-                results.append(SlotResult(slot.index, slot_error(error, self.name, _what("Writing", slot))))
-        return results
+                return SlotResult(slot.index, slot_error(error, self.name, _what("Writing", slot)))
+
+        return _side_by_side(write, ticket.slots, threads_of(fill))
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]:
         arena = self._open()
-        results: list[SlotResult] = []
-        for slot in ticket.slots:
+
+        def read(slot: Slot) -> SlotResult:
             if expired(deadline):
-                results.append(SlotResult(slot.index, timed_out(self.name, slot)))
-                continue
+                return SlotResult(slot.index, timed_out(self.name, slot))
             try:
                 place = self._place(arena, slot)
                 if not self._check.wants(slot):
                     drain(slot, 0, slot.size_bytes, place)
                 elif _drain_hashed(slot, drain, place) != slot.checksum:
                     raise mismatch(slot.chunk_index, slot.group_index, self.name)
-                results.append(SlotResult(slot.index))
+                return SlotResult(slot.index)
             except FAULTS as error:
-                results.append(SlotResult(slot.index, slot_error(error, self.name, _what("Reading", slot))))
-        return results
+                return SlotResult(slot.index, slot_error(error, self.name, _what("Reading", slot)))
+
+        return _side_by_side(read, ticket.slots, threads_of(drain))
 
     def mark(self) -> Mark:
         return Mark(time.monotonic())
@@ -165,6 +170,29 @@ class ShmPath(ArenaPath):
             self._page_lock.close()
         self._mapped.close()
         self._held.close()
+
+
+def _side_by_side(
+    move: Callable[[Slot], SlotResult], slots: Sequence[Slot], threads: int
+) -> list[SlotResult]:
+    """Slots in several threads, as long as each has one; what is left over is split by its mover."""
+    if sum(slot.size_bytes for slot in slots) < threads * SPLIT_BYTES:
+        threads = 1
+    shared = len(slots) // threads * threads if threads > 1 else 0
+    results: dict[int, SlotResult] = {}
+    todo = deque(slots[:shared])
+
+    def work() -> None:
+        with contextlib.suppress(IndexError):
+            while True:
+                slot = todo.popleft()
+                results[slot.index] = move(slot)
+
+    if shared:
+        crew.run([work] * threads)
+    for slot in slots[shared:]:
+        results[slot.index] = move(slot)
+    return [results[slot.index] for slot in slots]
 
 
 def _fill_whole(slot: Slot, fill: Fill, place: ByteArray) -> bytes:

@@ -88,6 +88,11 @@ class Drain(Protocol):
     def __call__(self, slot: Slot, start: int, stop: int, data: ByteArray, /) -> None: ...
 
 
+def threads_of(mover: Fill | Drain) -> int:
+    """How many slots at once a mover likes to move: one, where it does not say."""
+    return getattr(mover, "threads", 1)
+
+
 class DataPath(Protocol):
     """The client's end of one data path. Not for use by two threads at once.
 

@@ -15,6 +15,9 @@ NAME: Final = "kvwire-crew"
 MOST: Final = 4
 """Threads of one copy: more than these gain little, and an engine needs its processors."""
 
+SPLIT_BYTES: Final = 4 << 20
+"""Less than this is not worth another thread."""
+
 
 def default_threads() -> int:
     """Threads of one copy, the caller's included: as many as processors may be used here, up to `MOST`."""
@@ -27,7 +30,13 @@ class Crew:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
+        self._here = threading.local()
         os.register_at_fork(after_in_child=self._forget)
+
+    @property
+    def is_at_work(self) -> bool:
+        """Whether this thread runs a job: what it does is not worth further threads."""
+        return getattr(self._here, "jobs", 0) > 0
 
     def run(self, jobs: Sequence[Callable[[], None]]) -> None:
         """Run all at once, one on the caller's thread; whoever is done takes what nobody has begun.
@@ -36,9 +45,9 @@ class Crew:
         """
         todo = deque(jobs)
         pool = self._started()
-        helpers = [pool.submit(_work, todo) for _ in jobs[1:]]
+        helpers = [pool.submit(self._work, todo) for _ in jobs[1:]]
         try:
-            _work(todo)
+            self._work(todo)
         finally:
             # One that has not begun has nothing left to do.
             running = [each for each in helpers if not each.cancel()]
@@ -56,22 +65,24 @@ class Crew:
                 self._pool = ThreadPoolExecutor(MOST, NAME)
             return self._pool
 
+    def _work(self, todo: deque[Callable[[], None]]) -> None:
+        self._here.jobs = getattr(self._here, "jobs", 0) + 1
+        try:
+            while True:
+                try:
+                    job = todo.popleft()
+                except IndexError:
+                    return
+                job()
+        except BaseException:
+            todo.clear()
+            raise
+        finally:
+            self._here.jobs -= 1
+
     def _forget(self) -> None:
         self._lock = threading.Lock()
         self._pool = None
-
-
-def _work(todo: deque[Callable[[], None]]) -> None:
-    try:
-        while True:
-            try:
-                job = todo.popleft()
-            except IndexError:
-                return
-            job()
-    except BaseException:
-        todo.clear()
-        raise
 
 
 crew: Final = Crew()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 import numpy as np
 
 from kvwire.errors import InvalidArgument, LayoutUnsupported, TransferFailed
-from kvwire.transfer.crew import crew, default_threads
+from kvwire.transfer.crew import SPLIT_BYTES, crew, default_threads
 from kvwire.transfer.geometry import SKIPPED, Geometry, LayerPages, Order, Run, Segment
 from kvwire.transfer.host import HostMover
 
@@ -30,8 +30,6 @@ if TYPE_CHECKING:
 __all__ = ["BlockRows", "KvGroupPages", "PageMover", "pages_from_arrays", "pages_from_torch"]
 
 BlockIds: TypeAlias = "Sequence[int | None] | NDArray[Any]"
-SPLIT_BYTES: Final = 4 << 20
-"""Less than this is not worth another thread."""
 
 
 class Move(Protocol):
@@ -84,7 +82,7 @@ class KvGroupPages:
             raise InvalidArgument("threads", f"{threads} threads cannot copy")
         self._geometry = Geometry(layers, order)
         self._mover = mover
-        self._threads = min(threads or default_threads(), mover.max_threads)
+        self.threads: Final = min(threads or default_threads(), mover.max_threads)
         self._span = mover.span(layers)
         self.num_layers: Final = len(layers)
         self.page_bytes: Final = tuple(layer.page_bytes for layer in layers)
@@ -152,8 +150,8 @@ class KvGroupPages:
 
     def _move(self, runs: Sequence[Run], packed: ByteArray, start: int, stop: int, move: Move) -> None:
         """In as many threads as wished."""
-        jobs = min(self._threads, (stop - start) // SPLIT_BYTES)
-        if jobs < 2:
+        jobs = min(self.threads, (stop - start) // SPLIT_BYTES)
+        if jobs < 2 or crew.is_at_work:
             _move_range(runs, packed, start, stop, move)
             return
         cuts = [start, *(_row_at(runs, start + (stop - start) * i // jobs) for i in range(1, jobs)), stop]
