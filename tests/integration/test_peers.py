@@ -64,6 +64,11 @@ def test_what_one_server_holds_is_a_hit_at_the_other(pair):
     assert (peer.fetched_chunks, peer.fetched_bytes, peer.problem) == (6, 6 * OBJECT_BYTES, "")
     given = pair.servers["a"].run(pair.sharing("a").status)
     assert (given.given_leases, given.given_bytes) == (1, 6 * OBJECT_BYTES)
+    facts = pair.servers["b"].run(pair.sharing("b").facts)
+    assert (facts.sharing, facts.apart, facts.failed_hints, facts.fallback_chunks) == (1, 0, 0, 0)
+    assert (facts.fetched_chunks, facts.fetched_bytes) == (6, 6 * OBJECT_BYTES)
+    assert facts.question_seconds > 0
+    assert (facts.failed_questions, facts.located_chunks <= facts.asked_chunks) == (0, True)
     assert pair.servers["a"].status().waiting_leases == 0
 
 

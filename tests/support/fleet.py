@@ -81,7 +81,7 @@ class Fleet:
         """Store a prompt at a server, and wait until the coordinator knows."""
         self.client(name).store(f"store {len(prompt)}", prompt, salt=salt)
         chunks = len(prompt) // 4 // self.client(name).chunk_size
-        eventually(lambda: self.located(prompt, salt).get(name, 0) >= chunks)
+        eventually(lambda: self.located(prompt, salt).get(name, 0) >= chunks, within=20)
 
     def located(self, prompt: bytes, salt: str = "") -> dict[str, int]:
         """{server: chunks in a row} by the coordinator's word."""
