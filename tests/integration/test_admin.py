@@ -316,7 +316,7 @@ def test_bl55_changes_are_in_the_log_and_salts_are_nowhere(tmp_path, caplog):
         )
         audit = [each.getMessage() for each in caplog.records if each.name == "kvwire.audit"]
     assert [line.split()[0] for line in audit] == ["quota", "pin", "unpin", "evict", "clear"]
-    assert all(" by unix:" in line for line in audit)
+    assert all(" peer=unix:" in line for line in audit)
     assert f"tier=L1 tenant={red} limit={2 * OBJECT_BYTES}" in audit[0]
     assert RED not in caplog.text + "".join(map(str, replies))
     assert RED.encode() not in (tmp_path / "state" / "intents.log").read_bytes()

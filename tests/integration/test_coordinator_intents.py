@@ -29,9 +29,9 @@ def test_what_was_acknowledged_is_there_after_a_kill(tmp_path):
             request = admin.SetQuotaRequest(tier=1, limit_bytes=1, **name)
             assert failure(stub.SetQuota, request).reason == "INVALID_FIELD"
         log = coordinator.output()
-        assert "pin by unix:: chunks=3" in log
-        assert f"quota by unix:: tier=L1 tenant={tenant} limit=1000" in log
-        assert "unpin by unix:: chunks=1" in log
+        assert "pin peer=unix: chunks=3" in log
+        assert f"quota peer=unix: tier=L1 tenant={tenant} limit=1000" in log
+        assert "unpin peer=unix: chunks=1" in log
         coordinator.process.kill()
         coordinator.process.wait(10)
     with coordinator_process(tmp_path, state) as coordinator:

@@ -15,6 +15,7 @@ from kvwire.v1 import cache_service_pb2 as pb
 from kvwire.v1 import cache_service_pb2_grpc as pb_grpc
 from support.raw_client import RawClient, failure, tokens
 from support.server_process import is_serving, open_channel, server_process
+from support.waiting import eventually
 
 TOKEN = "correct-horse"
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -84,6 +85,11 @@ def test_mtls_asks_for_the_clients_certificate(short_tmp, files):
         tls = TlsConfig(ca=str(files.ca), cert=str(files.client_cert), key=str(files.client_key))
         with Client(server.address, tls=tls) as client:
             assert client.ping()
+            client.clear()
+        eventually(lambda: "certificate='engine.test'" in server.output())
+        (line,) = [line for line in server.output().splitlines() if " clear " in line]
+        assert "peer=ipv" in line
+        assert line.endswith("tier=all model=all tenant=all dropped=0 kept=0")
 
 
 def test_all_interfaces_may_be_bound_with_credentials(short_tmp, files):
