@@ -146,6 +146,7 @@ class Writer:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         if task.cancelled():
+            self._missed = True
             self.tier.counters.skipped_objects += 1
         elif not task.result():
             self._missed = self._missed or not self._saving.works
