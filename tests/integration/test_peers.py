@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import importlib.util
+import socket
 import time
 
 import pytest
+import trustme
 
 from kvwire.keys import Namespace
 from kvwire.server.fetch.source import Target, Wanted
@@ -209,6 +212,35 @@ def test_a_token_is_asked_for_and_given(short_tmp):
             assert made.client("b").lookup("r", prompt).peer_chunks == 3
         finally:
             client.let_go()
+
+
+def test_tls_between_servers_and_a_certificate_that_is_not_known(short_tmp):
+    authority = trustme.CA()
+    issued = authority.issue_cert("localhost")
+    (short_tmp / "ca.pem").write_bytes(authority.cert_pem.bytes())
+    (short_tmp / "strange.pem").write_bytes(trustme.CA().cert_pem.bytes())
+    (short_tmp / "cert.pem").write_bytes(b"".join(each.bytes() for each in issued.cert_chain_pems))
+    (short_tmp / "key.pem").write_bytes(issued.private_key_pem.bytes())
+    with contextlib.closing(socket.socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with fleet(short_tmp, data_paths=("shm", "ucx-local")) as made:
+        made.start(
+            "a",
+            listen=(f"unix:{short_tmp / 'a' / 'local.sock'}", f"127.0.0.1:{port}"),
+            advertise=(f"localhost:{port}",),
+            tls_cert=str(short_tmp / "cert.pem"),
+            tls_key=str(short_tmp / "key.pem"),
+            wait=False,
+        )
+        made.start("b", peer_ca=str(short_tmp / "ca.pem"), wait=False)
+        made.start("c", peer_ca=str(short_tmp / "strange.pem"), wait=False)
+        made.acquainted()
+        prompt = tokens(3)
+        made.store("a", prompt)
+        assert made.client("c").lookup("r", prompt).hit_chunks == 0
+        assert made.peer("c", "a").problem
+        assert made.client("b").lookup("r", prompt).peer_chunks == 3
 
 
 def test_a_server_with_another_chunk_size_is_refused_before_any_byte(short_tmp):

@@ -91,7 +91,7 @@ class Sharing:
             task.cancel()
         await self.calls.close()
         self.links.close()
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
 
     def status(self) -> admin.SharingStatus:
         asked, lending = self.directory.counters, self._core.engine.lending
