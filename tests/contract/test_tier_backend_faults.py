@@ -8,6 +8,7 @@ import errno
 import os
 import resource
 import shutil
+import stat
 import subprocess
 from dataclasses import replace
 
@@ -315,6 +316,23 @@ async def test_a_folder_belongs_to_one_server(tmp_path):
         pass
 
 
+async def test_what_lies_in_a_folder_is_for_its_owner_alone(tmp_path):
+    async with opened(Place("file", str(tmp_path / "kv"))) as backend:
+        await backend.write("a/b", [b"x"])
+    paths = [tmp_path / "kv", *(tmp_path / "kv").rglob("*")]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in paths} == {0o700, 0o600}
+
+
+async def test_a_folder_that_vanishes_can_be_written_later(tmp_path, monkeypatch):
+    async with opened(Place("file", str(tmp_path), "kv")) as backend:
+        monkeypatch.setattr(os, "open", vanished)
+        with pytest.raises(Unavailable):
+            await backend.write("a/b", [b"x"])
+        monkeypatch.undo()
+        await backend.write("a/b", [b"x"])
+        assert await listed(backend) == {"a/b": 1}
+
+
 async def test_a_folder_that_somebody_clears_can_be_written_again(tmp_path):
     async with opened(Place("file", str(tmp_path), "kv")) as backend:
         await backend.write("a/b", [b"x"])
@@ -359,6 +377,10 @@ async def test_options_that_a_scheme_does_not_know_are_refused():
         make_backend(Place("redis", "localhost:1", options={"colour": "red"}))
     with pytest.raises(ConfigError, match="ftp"):
         make_backend(Place("ftp", "localhost:1"))
+
+
+def vanished(path, *_args, **_kwargs):
+    raise FileNotFoundError(errno.ENOENT, "No such file or directory", str(path))
 
 
 def denied(path, *_args, **_kwargs):

@@ -47,7 +47,7 @@ class Filling:
         while piece.nbytes:
             part = self._parts[0]
             count = min(part.nbytes, piece.nbytes)
-            part[:count] = piece[:count]
+            np.frombuffer(part, np.uint8)[:count] = np.frombuffer(piece, np.uint8, count)
             piece, self.lacking = piece[count:], self.lacking - count
             self._parts[0] = part[count:]
             if count == part.nbytes:

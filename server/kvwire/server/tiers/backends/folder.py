@@ -59,7 +59,10 @@ class FolderBackend:
 
     async def write(self, name: str, parts: Sequence[Buffer]) -> None:
         checked(name)
-        await self._run(lambda wanted: self._write(name, parts, wanted))
+        try:
+            await self._run(lambda wanted: self._write(name, parts, wanted))
+        except NotFound as error:
+            raise Unavailable(str(error)) from error
 
     async def read(self, name: str, parts: Sequence[memoryview]) -> None:
         checked(name)
@@ -92,7 +95,8 @@ class FolderBackend:
             raise _told(error) from error
 
     def _open(self) -> None:
-        (self.root / UNFINISHED).mkdir(parents=True, exist_ok=True)
+        self.root.mkdir(0o700, parents=True, exist_ok=True)
+        (self.root / UNFINISHED).mkdir(0o700, exist_ok=True)
         if self._lock is None:
             self._lock = _locked(self.root)
         for left in (self.root / UNFINISHED).iterdir():
@@ -105,16 +109,13 @@ class FolderBackend:
             self._write_once(name, parts, wanted)
         except FileNotFoundError:  # somebody has cleared the folder
             self._known.clear()
-            try:
-                self._write_once(name, parts, wanted)
-            except FileNotFoundError as error:
-                raise Unavailable(f"{self.root}: {error.strerror}") from error
+            self._write_once(name, parts, wanted)
 
     def _write_once(self, name: str, parts: Sequence[Buffer], wanted: Wanted) -> None:
         self._need(UNFINISHED)
         self._need(name.rpartition("/")[0])
         unfinished = self.root / UNFINISHED / str(next(self._numbers))
-        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o640)
+        file = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             try:
                 _pour(file, parts, wanted)
@@ -127,7 +128,7 @@ class FolderBackend:
 
     def _need(self, folder: str) -> None:
         if folder not in self._known:
-            (self.root / folder).mkdir(parents=True, exist_ok=True)
+            (self.root / folder).mkdir(0o700, parents=True, exist_ok=True)
             self._known.add(folder)
 
     def _read(self, name: str, parts: Sequence[memoryview], wanted: Wanted) -> None:
@@ -224,7 +225,7 @@ def _prune(root: Path) -> None:
 
 
 def _locked(root: Path) -> int:
-    lock = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o640)
+    lock = os.open(root / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

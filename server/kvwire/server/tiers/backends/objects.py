@@ -27,7 +27,7 @@ PAGE: Final = 1000
 THREADS: Final = 2
 TOGETHER: Final = 16
 PIECE: Final = 1 << 20
-"""Bytes of one step of a read, copied on the event loop."""
+"""Bytes of one step of a read. What is about that large is copied on the event loop."""
 
 REFUSALS: Final = {400, 401, 403, 404, 405, 409, 411, 412, 413, 414, 501}
 _STATUS: Final = re.compile(r"status code: (\d{3})")
@@ -81,6 +81,12 @@ class ObjectBackend:
                     until.reschedule(asyncio.get_running_loop().time() + self._timeout)
         if filled.lacking:
             raise WrongSize(f"{name} ended {filled.lacking} bytes early")
+
+    async def _take(self, filling: Filling, piece: memoryview) -> None:
+        if piece.nbytes <= PIECE * 2:
+            filling.take(piece)
+        else:
+            await self._threads.run(lambda _: filling.take(piece))
 
     async def delete(self, names: Sequence[str]) -> None:
         paths = [self._path(name) for name in names]

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Final
 from kvwire.errors import ConfigError, MissingExtra
 from kvwire.server.tiers.threads import Threads
 
+from .aside import Aside
 from .base import BackendError, Entry, Full, NotFound, Refused, Room, Unavailable, WrongSize, checked, total
 from .copies import Filling, joined, limit
 
@@ -52,6 +53,7 @@ class RedisBackend:
         self._config = _configuration(glide, place)
         self._client: Any = None
         self._connecting = asyncio.Lock()
+        self._aside = Aside(f"kvwire-{place.scheme}-loop")
         self._threads = Threads(THREADS, f"kvwire-{place.scheme}")
 
     async def open(self) -> None:
@@ -109,13 +111,19 @@ class RedisBackend:
         return Room(used, max(0, most - used) if most else None)
 
     async def close(self) -> None:
-        await self._disconnect()
+        if self._client is not None:
+            await self._aside.run(self._disconnect())
+        self._aside.close()
         self._threads.close()
 
     def _key(self, name: str) -> str:
         return self._prefix + checked(name)
 
     async def _ask(self, command: str, *args: object, size: int = 0) -> Any:
+        """On a loop of its own: the library copies values on the loop that calls it."""
+        return await self._aside.run(self._asked(command, *args, size=size))
+
+    async def _asked(self, command: str, *args: object, size: int = 0) -> Any:
         seconds = limit(self._timeout, size)
         try:
             async with asyncio.timeout(seconds):
