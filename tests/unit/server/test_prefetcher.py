@@ -296,7 +296,7 @@ async def test_what_was_not_begun_in_time_is_not_begun_any_more():
     await below.look_up(8, patience=0.02)
     source.gate.set()
     await below.settle()
-    assert below.domain.hit(tokens(8)) == 2
+    assert below.domain.hit(tokens(8)) == 4
 
 
 async def test_a_caller_that_gives_up_leaves_nothing_behind():

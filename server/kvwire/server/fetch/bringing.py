@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("kvwire.server")
 
+IN_FLIGHT: Final = 2
+"""Batches of one prompt: the way to a source and back is no pause."""
 RELEASE_S: Final = 5.0
 """How long a source may take to let go."""
 HELD_SHARE: Final = 0.9
@@ -165,10 +168,26 @@ class Bringing:
         if plan.boundary <= longest_boundary(shards, survey.resident):
             return
         fills.keep_resident(self.hold, self.space, self.keys, plan.needs)
-        for batch in self._batches(plan):
-            if self.over or not await self._bring_batch(offers, plan, batch):
-                break
+        await self._get_batches(offers, plan)
         await self._wait_for_others(plan)
+
+    async def _get_batches(self, offers: list[Offer], plan: Plan) -> None:
+        """One behind the other; the next one is asked for while one comes."""
+        running: deque[asyncio.Task[None]] = deque()
+        try:
+            for batch in self._batches(plan):
+                if len(running) == IN_FLIGHT:
+                    await running[0]
+                    running.popleft()
+                if self.over or not await self._begin_batch(offers, plan, batch, running):
+                    break
+            while running:
+                await running[0]
+                running.popleft()
+        finally:
+            for task in running:
+                task.cancel()
+            await asyncio.gather(*running, return_exceptions=True)
 
     def _batches(self, plan: Plan) -> Iterator[list[tuple[int, int]]]:
         """(chunk, mask of shards), head first, in parts that may be in flight at once."""
@@ -190,8 +209,14 @@ class Bringing:
         if batch:
             yield batch
 
-    async def _bring_batch(self, offers: list[Offer], plan: Plan, batch: list[tuple[int, int]]) -> bool:
-        """Reserve and fetch. False when there was not room for all of it."""
+    async def _begin_batch(
+        self,
+        offers: list[Offer],
+        plan: Plan,
+        batch: list[tuple[int, int]],
+        running: deque[asyncio.Task[None]],
+    ) -> bool:
+        """Reserve, and fetch in a task of its own. False when there was not room for all of it."""
         owner = self.owner
         extents = owner.fills.extents(self.space)
         size = sum(extents[shard % len(extents)] for _, mask in batch for shard in shards_of(mask))
@@ -203,20 +228,26 @@ class Bringing:
         try:
             if owner.make_way is not None and not self.over:
                 await owner.make_way({self.space.tenant: size}, self.until)
-            if self.over:
-                return False
-            fill = owner.fills.begin(self.space, self.keys[: plan.boundary], batch)
-            try:
-                await self._fetch(offers, plan, fill)
-            finally:
-                for stored in list(fill.objects):
-                    # Nobody has begun to write to these.
-                    owner.fills.abort(stored)
-                    owner.tell(stored, None)
-        finally:
+        except BaseException:
             owner.budget.give(taken)
+            raise
+        if self.over:
+            owner.budget.give(taken)
+            return False
+        fill = owner.fills.begin(self.space, self.keys[: plan.boundary], batch)
+        task = asyncio.create_task(self._fetch(offers, plan, fill), name="kvwire-fetch batch")
+        # Also for a task that is cancelled before it begins.
+        task.add_done_callback(lambda _: self._end_batch(fill, taken))
+        running.append(task)
         self.short_of_room |= fill.full
         return not fill.full
+
+    def _end_batch(self, fill: Fill, taken: int) -> None:
+        for stored in list(fill.objects):
+            # Nobody has begun to write to these.
+            self.owner.fills.abort(stored)
+            self.owner.tell(stored, None)
+        self.owner.budget.give(taken)
 
     async def _fetch(self, offers: list[Offer], plan: Plan, fill: Fill) -> None:
         parts: list[dict[Target, StoredObject]] = [{} for _ in offers]

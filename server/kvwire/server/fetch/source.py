@@ -59,7 +59,7 @@ class Found(Protocol):
     ) -> None:
         """Fill the targets, a part of what `masks` told, in their order as far as that is possible.
 
-        May be called again, with other targets, when it has returned. Calls `done(target, checksum, error)`
+        May be called again, with other targets, also while it runs. Calls `done(target, checksum, error)`
         exactly once for each, on the event loop, as soon as its bytes are there, complete and compared with
         their checksum (xxh3-128), or have failed. After `done`, and after this returns or raises, nothing
         touches the target any more. Gives up at `until` (monotonic seconds). Raises nothing but
