@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from kvwire.errors import KvwireError, Unavailable
+from kvwire.errors import DeadlineExceeded, KvwireError, Unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -104,6 +104,6 @@ def answers(address: str) -> bool:
     with Client(address, client_name="kvwire bench") as client:
         try:
             client.ping(timeout=1)
-        except Unavailable:
+        except (Unavailable, DeadlineExceeded):
             return False
     return True
