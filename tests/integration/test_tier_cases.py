@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import re
 import signal
 import subprocess
 import urllib.request
 
+import grpc
 import pytest
 
 from kvwire.cli import app
@@ -15,7 +17,7 @@ from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import event_pb2
 from support.fleet import LocalCoordinator
 from support.local_server import local_server
-from support.raw_client import OBJECT_BYTES, RawClient, content, tokens
+from support.raw_client import OBJECT_BYTES, RawClient, content, failure, tokens
 from support.server_process import server_process
 from support.waiting import eventually
 
@@ -438,3 +440,33 @@ def test_bl49_a_disk_that_is_full_holds_what_it_can(short_tmp, small_disk):
             assert len(found) == [*(each in there for each in keys), False].index(False)
         assert len(found) == 8
         assert tier(client).damaged_objects == 0
+
+
+def test_bl50_whatever_models_and_tenants_are_called_they_are_kept_apart_inside_the_folder(short_tmp):
+    folder = short_tmp / "kv"
+    models = ("m/" * 70, "a/b", "a-SEP-b", "../../up")
+    salts = ("", "../@", "\u00fc", "s" * 128)
+    with journaled(short_tmp, url(folder)) as (server, first):
+        clients = []
+        for model in models:
+            client = RawClient(server.channel(), f"engine of {model[:9]}")
+            client.namespace.model = model
+            clients.append(client.register("inline"))
+        for client in clients:
+            for salt in salts:
+                assert client.store("s", tokens(2), salt) == 2
+        written(first, 2 * len(models) * len(salts))
+        drop_memory(server)
+        for client in clients:
+            for salt in salts:
+                assert client.retrieve("s", tokens(2), salt) == [
+                    content(key) for key in client.keys(tokens(2), salt)
+                ]
+        for salt in ("a\nb", "a\0b"):
+            assert (
+                failure(clients[0].lookup, "s", tokens(2), salt=salt).code is grpc.StatusCode.INVALID_ARGUMENT
+            )
+        assert {path.name for path in short_tmp.iterdir()} <= {"kv", "local.sock"}
+        name = re.compile(r"[0-9a-f]{32}/[0-9a-f]{64}/[0-9a-f]{16}/(manifest|[0-9a-f]{64}\.0)")
+        assert all(name.fullmatch(each) for each in files(folder))
+        assert tier(first).read_objects == 2 * len(models) * len(salts)
