@@ -12,6 +12,7 @@ from kvwire.cli import units
 from kvwire.cli.flags import settings_command
 from kvwire.server.config import ServerConfig
 from kvwire.server.idle import IdleWatch
+from kvwire.serving.allocator import keep_message_memory
 from kvwire.serving.supervisor import every
 from kvwire.serving.version import server_version
 from kvwire.telemetry.logging import setup_logging
@@ -52,6 +53,7 @@ async def serve(config: ServerConfig) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, told.set)
+    keep_message_memory()
     server = CacheServer(config)
     await server.start()
     # What was made so far lives as long as the server: the collector need not look at it again.
