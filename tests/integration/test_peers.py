@@ -7,6 +7,7 @@ import dataclasses
 import importlib.util
 import socket
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import trustme
@@ -122,6 +123,40 @@ def test_what_nobody_wants_is_not_in_the_way_of_the_rest(pair):
     assert all(bytes(buffers[index]) == content(keys[index]) for index in buffers)
     eventually(lambda: not pair.servers["a"].status().waiting_leases)
     pair.check()
+
+
+def test_many_prompts_at_once_from_two_servers_while_both_evict(short_tmp):
+    """Everything moves at once and little fits: every hit has its bytes, and all memory comes back."""
+    settings = {"data_paths": ("shm", "ucx-local", "ucx-remote"), "prefetch_deadline": 20.0}
+    with fleet(short_tmp, "a", "b", **settings, l1_size=3 << 20) as made:
+        for seed in range(8):
+            made.store("ab"[seed % 2], tokens(4, seed))
+
+        def visit(number: int) -> int:
+            name = "ab"[number % 2]
+            client, prompt = made.client(name), tokens(4, number // 2 % 10)
+            session = f"{number}"
+            hit = client.lookup(session, prompt).hit_chunks
+            if hit:
+                result = client.begin_retrieve(session, 0, hit)
+                data = client.read(result.ticket)
+                if client.end_retrieve(result.ticket.lease_id):
+                    keys = client.keys(prompt)
+                    assert data == [content(keys[slot.chunk_index]) for slot in result.ticket.slots]
+            client.end_session(session)
+            return hit
+
+        with ThreadPoolExecutor(8) as pool:
+            hits = list(pool.map(visit, range(120)))
+        assert sum(hits) > 0
+        fetched = sum(made.peer(one, other).fetched_chunks for one, other in ("ab", "ba"))
+        assert fetched > 0
+        for server in made.servers.values():
+            eventually(lambda server=server: not server.status().waiting_leases, within=20)
+        made.check()
+        for server in made.servers.values():
+            server.run(server.engine.clear)
+            assert server.status().l1.used_bytes == 0
 
 
 def test_both_directions_at_once(pair):
