@@ -299,6 +299,25 @@ async def test_what_was_not_begun_in_time_is_not_begun_any_more():
     assert below.domain.hit(tokens(8)) == 4
 
 
+@pytest.mark.parametrize("steps", range(14))
+async def test_two_batches_of_a_prompt_come_at_once_and_end_together(steps):
+    source = disk(gate=asyncio.Event())
+    limits = FetchLimits(batch_bytes=2 * OBJECT_BYTES, flight_bytes=100 * OBJECT_BYTES, grace_s=0.02)
+    below = Below(source, limits=limits)
+    source.have(below.keys(8))
+    lookup = asyncio.create_task(below.look_up(8))
+    most = 0
+    for _ in range(steps):
+        await asyncio.sleep(0)
+        most = max(most, below.prefetcher.budget.used)
+    assert most <= 4 * OBJECT_BYTES
+    assert steps < 13 or most == 4 * OBJECT_BYTES
+    lookup.cancel()
+    await asyncio.gather(lookup, return_exceptions=True)
+    await below.prefetcher.close()
+    below.nothing_is_left()
+
+
 async def test_a_caller_that_gives_up_leaves_nothing_behind():
     source = disk(gate=asyncio.Event())
     below = Below(source)
