@@ -182,6 +182,9 @@ async def test_redis_wants_its_password_from_the_environment(place_of, monkeypat
         monkeypatch.setenv("CACHE_AUTH", "secret-word")
         async with opened(replace(place, options={"auth_env": "CACHE_AUTH"})) as backend:
             assert await read(backend, "a", 1) == b"x"
+        monkeypatch.setenv("VALKEYCLI_AUTH", "secret-word")
+        async with opened(replace(place, scheme="valkey")) as backend:
+            assert await listed(backend) == {"a": 1}
         with pytest.raises(ConfigError, match="OTHER_AUTH"):
             make_backend(replace(place, options={"auth_env": "OTHER_AUTH"}))
 
@@ -375,6 +378,11 @@ async def test_folders_whose_values_are_gone_go_at_the_next_start(tmp_path):
 async def test_options_that_a_scheme_does_not_know_are_refused():
     with pytest.raises(ConfigError, match="colour"):
         make_backend(Place("redis", "localhost:1", options={"colour": "red"}))
+    for location in ("host:port", "host:99999", "[::1"):
+        with pytest.raises(ConfigError):
+            make_backend(Place("redis", location))
+    for location in ("host", "[::1]", "[::1]:1"):
+        await make_backend(Place("redis", location)).close()
     with pytest.raises(ConfigError, match="ftp"):
         make_backend(Place("ftp", "localhost:1"))
 

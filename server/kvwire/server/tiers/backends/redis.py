@@ -12,6 +12,7 @@ import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from urllib.parse import urlsplit
 
 from kvwire.errors import ConfigError, MissingExtra
 from kvwire.server.tiers.threads import Threads
@@ -167,15 +168,15 @@ def _literally(prefix: str) -> str:
 
 
 def _configuration(glide: Any, place: Place) -> Any:
-    host, _, port = place.location.rpartition(":") if ":" in place.location else (place.location, "", "")
     options = place.options
     if options.get("tls", "no") not in {"yes", "no"}:
         raise ConfigError("--l2: tls= must be yes or no")
     milliseconds = int(place.timeout * 1000)
     glide.Logger.init(glide.LogLevel.ERROR)
     try:
+        where = urlsplit(f"//{place.location}")
         return glide.GlideClientConfiguration(
-            [glide.NodeAddress(host.strip("[]"), int(port or PORT))],
+            [glide.NodeAddress(where.hostname or "", where.port or PORT)],
             use_tls=options.get("tls") == "yes",
             credentials=_credentials(glide, place),
             database_id=int(options.get("db", "0")),
