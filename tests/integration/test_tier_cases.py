@@ -81,6 +81,8 @@ def journaled(folder, *urls: str, **settings):
         server.run(server.core.sealer.hurry)
         client = RawClient(server.channel()).register("inline")
         yield server, client
+        # What is being written is held, by no lease.
+        server.run(lambda: server.core.tiers.flush(server.core.now() + 10))
         server.check()
         for each in server.core.tiers.tiers:
             eventually(lambda each=each: not each.index.doomed)

@@ -74,7 +74,8 @@ def only(client: RawClient):
 
 
 def check(server, folder=None) -> None:
-    """All accounting agrees, and with the folder once nothing is under way."""
+    """All accounting agrees once nothing is under way, also with the folder."""
+    server.run(lambda: server.core.tiers.flush(server.core.now() + 10))
     server.check()
     (tier,) = server.core.tiers.tiers
     server.run(tier.index.check_integrity)
