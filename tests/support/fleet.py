@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from kvwire.coordinator.app import Coordinator
 from kvwire.coordinator.config import CoordinatorConfig
+from kvwire.server.messages import LeaseKind
 from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import coordinator_service_pb2_grpc, namespace_pb2
 from support.local_server import LocalServer
@@ -118,6 +119,14 @@ class Fleet:
             )
             for other, server in self.servers.items()
         )
+
+
+def untouched(server) -> bool:
+    """Whether nothing is under way or taken for good."""
+    server.sweep()
+    status = server.status()
+    leased = status.waiting_leases or status.leases[LeaseKind.READ]
+    return not (status.l1.reserved_bytes or status.l1.quarantined_bytes or leased)
 
 
 @contextlib.contextmanager

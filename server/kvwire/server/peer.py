@@ -70,9 +70,7 @@ class PeerService(peer_service_pb2_grpc.PeerServiceServicer):
     def _lender(self) -> Lender:
         """Raises NotImplementedYet."""
         if self._core.sharing is None:
-            raise NotImplementedYet(
-                "This server shares nothing (--no-peers, or no --coordinator)."
-            )
+            raise NotImplementedYet("This server shares nothing (--no-peers, or no --coordinator).")
         return self._core.sharing.lender
 
     def _page(self, held: deque[Held], size: int, *, with_tokens: bool) -> list[event_pb2.CacheEvent]:
