@@ -13,6 +13,7 @@ import pytest
 import trustme
 
 from kvwire.keys import Namespace
+from kvwire.server.dataplane import paths
 from kvwire.server.fetch.source import Target, Wanted
 from support.fleet import fleet
 from support.raw_client import MODEL, OBJECT_BYTES, RawClient, content, tokens
@@ -225,6 +226,16 @@ def test_paths_are_agreed_on_and_a_server_without_one_shares_nothing(short_tmp):
         assert made.client("d").lookup("r", prompt).hit_chunks == 0
         assert not made.client("d").status().HasField("sharing")
         assert made.peer("a", "d").problem == "it shares nothing"
+
+
+def test_a_server_without_ucx_shares_nothing_and_says_so(short_tmp, monkeypatch):
+    monkeypatch.setattr(paths, "find_spec", lambda _name: None)
+    with fleet(short_tmp, "a", "b") as made:
+        made.store("a", tokens(3))
+        assert made.client("b").lookup("r", tokens(3)).hit_chunks == 0
+        assert "ucxx is not installed" in made.peer("b", "a").problem
+        assert made.sharing("a").features == []
+        assert made.calls("a", "LookupAndLease") == 0
 
 
 def test_a_token_is_asked_for_and_given(short_tmp):
