@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from typing import TYPE_CHECKING, Any
@@ -35,7 +36,8 @@ class ChildFailed(Exception):
     """A process of the demo ended with an error. The text holds the last line that it printed."""
 
     def __init__(self, what: str, status: int, log: Path) -> None:
-        super().__init__(f"{what} ended with status {status}: {last_words(log)} (all of it: {log})")
+        ended = "was killed, out of memory perhaps," if status == -signal.SIGKILL else "ended"
+        super().__init__(f"{what} {ended} with status {status}: {last_words(log)} (all of it: {log})")
 
 
 class Reporter:
