@@ -143,9 +143,9 @@ def test_a_lost_answer_costs_a_call_and_no_store(local, side, commits, monkeypat
 
 def test_an_arrival_that_is_lost_costs_a_call(local, side, commits, monkeypatch):
     monkeypatch.setattr("kvwire.transfer.ucx_path.ANSWER_S", 0.2)
-    say = ucx_arrival.say
     monkeypatch.setattr(
-        ucx_arrival, "say", lambda engine, peer, lease, word, s: say(engine, peer, lease, word + 9, s)
+        "kvwire.transfer.ucx_path.Said",
+        lambda engine, peer, lease, word: ucx_arrival.Said(engine, peer, lease, word + 9),
     )
     stored = side.store()
     assert stored.ok, stored.error
@@ -163,9 +163,9 @@ def test_nothing_is_published_when_the_lease_is_over(local, side, monkeypatch):
             local.engine.abort_store(lease.owner.id, [lease.id], local.core.now())
         local.core.settle()
 
-    def late(run, task):
+    def late(run, task, ticket):
         local.run(end_leases)
-        return may_commit(run, task)
+        return may_commit(run, task, ticket)
 
     monkeypatch.setattr("kvwire.transfer.ucx_path.ANSWER_S", 0.3)
     monkeypatch.setattr(StoreRun, "_may_commit", late)
@@ -181,7 +181,7 @@ def test_nothing_is_published_when_the_lease_is_over(local, side, monkeypatch):
 
 
 def test_a_withdrawn_store_is_never_published(local, side, monkeypatch):
-    monkeypatch.setattr(StoreRun, "_may_commit", lambda _run, _task: False)
+    monkeypatch.setattr(StoreRun, "_may_commit", lambda _run, _task, _ticket: False)
     side.store()
     monkeypatch.undo()
     with side.cache.session([0] * (8 * BLOCK_SIZE)) as session:

@@ -91,11 +91,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class _Moves:
-    """The bytes of one task, until it is withdrawn. For as many threads at once."""
+    """The bytes of one task, until it is withdrawn. For as many threads at once.
+
+    `complete` says whether what has been read may be published.
+    """
 
     task: Task
     move: Callable[[Slot, int, int, ByteArray], None]
     threads: int
+    complete: Callable[[], bool] | None = None
 
     def __call__(self, slot: Slot, start: int, stop: int, part: ByteArray, /) -> None:
         if self.task.is_cancelled():
@@ -134,9 +138,9 @@ class Lane:
             yield parts[done : done + len(batch)]
             done += len(batch)
 
-    def fill(self, task: Task) -> Fill:
+    def fill(self, task: Task, complete: Callable[[], bool] | None = None) -> Fill:
         """Reads the task's blocks, until the task is withdrawn."""
-        return _Moves(task, self._mover(task).fill, self._threads)
+        return _Moves(task, self._mover(task).fill, self._threads, complete)
 
     def drain(self, task: Task) -> Drain:
         """Writes the task's blocks, until the task is withdrawn."""

@@ -32,6 +32,7 @@ class StoreRun:
         self._counts: dict[Task, Counter[str]] = {task: Counter() for task in tasks}
         self._failed: defaultdict[Task, set[ObjectName]] = defaultdict(set)
         self._errors: dict[Task, KvwireError] = {}
+        self._asked: dict[int, bool] = {}
 
     def run(self) -> list[StoreResult]:
         for parts in self._lane.parts(self._tasks):
@@ -84,7 +85,7 @@ class StoreRun:
             if layered:
                 copy_by_layer(layered, self._fail_slot)
                 written = [each for each in map(self._copied, written) if each[2].slots]
-            ready = [each for each in written if self._may_commit(each[0].task)]
+            ready = [each for each in written if self._may_commit(each[0].task, each[1])]
         finally:
             leases -= {ticket.lease_id for _, ticket, _ in ready}
             lane.client.abort_quietly(lane.registration_id, sorted(leases))
@@ -104,7 +105,8 @@ class StoreRun:
         task, lane = part.task, self._lane
         copy = LayeredWrite(lane, task, task.watch, ticket, deadline) if task.watch else None
         with lane.span("store", ticket, task, shared=len(self._tasks) > 1):
-            results = lane.path.write(ticket, copy.mover if copy else lane.fill(task), deadline)
+            fill = copy.mover if copy else lane.fill(task, partial(self._may_commit, task, ticket))
+            results = lane.path.write(ticket, fill, deadline)
         good = [result for result in results if result.error is None]
         if copy is not None:
             copy.settle([result.index for result in good])
@@ -117,11 +119,14 @@ class StoreRun:
         checksums = tuple(result.checksum for result in good) if all(each.checksum for each in good) else ()
         return CommitItem(ticket.lease_id, tuple(result.index for result in good), checksums)
 
-    def _may_commit(self, task: Task) -> bool:
-        if task.may_commit():
-            return True
-        self._errors.setdefault(task, cancelled())
-        return False
+    def _may_commit(self, task: Task, ticket: Ticket) -> bool:
+        """Asked once for each lease: by the path as soon as all is read, or else afterwards."""
+        known = self._asked.get(ticket.lease_id)
+        if known is None:
+            known = self._asked[ticket.lease_id] = task.may_commit()
+            if not known:
+                self._errors.setdefault(task, cancelled())
+        return known
 
     def _is_published(self, part: Part, ticket: Ticket, item: CommitItem, mark: Mark) -> bool:
         """Commit without a call, where the path can and all slots are good."""

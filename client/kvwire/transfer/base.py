@@ -93,6 +93,12 @@ def threads_of(mover: Fill | Drain) -> int:
     return getattr(mover, "threads", 1)
 
 
+def is_complete(fill: Fill) -> bool:
+    """Asked when all bytes have been read: whether they may be published before `publish` is called."""
+    complete = getattr(fill, "complete", None)
+    return complete is not None and bool(complete())
+
+
 class DataPath(Protocol):
     """The client's end of one data path. Not for use by two threads at once.
 

@@ -27,22 +27,35 @@ def message() -> ByteArray:
     return np.zeros(1, dtype=np.uint8)
 
 
-def say(engine: UcxEngine, peer: Peer, lease_id: int, word: int, seconds: float) -> bool:
-    """The client's half. False when the server has not said within `seconds` that all is committed."""
-    tag = tags.encode(Kind.ARRIVAL, lease_id)
-    answer = message()
-    try:
-        waiting = engine.recv(tag, answer, peer)
-    except KvwireError:
-        return False
-    try:
-        peer.send(tags.encode(Kind.STORE, lease_id, word), message())
-        waiting.future.result(seconds)
-    except (KvwireError, FutureTimeoutError):
-        waiting.cancel()
-        engine.discard(tag)
-        return False
-    return int(answer[0]) == COMMITTED
+class Said:
+    """The client's half: it has said that all is there, or will be soon. Raises KvwireError where it cannot.
+
+    `wait` for the answer, or `forget` it.
+    """
+
+    def __init__(self, engine: UcxEngine, peer: Peer, lease_id: int, word: int) -> None:
+        self._engine = engine
+        self._tag = tags.encode(Kind.ARRIVAL, lease_id)
+        self._answer = message()
+        self._waiting = engine.recv(self._tag, self._answer, peer)
+        try:
+            peer.send(tags.encode(Kind.STORE, lease_id, word), message())
+        except KvwireError:
+            self.forget()
+            raise
+
+    def wait(self, seconds: float) -> bool:
+        """False when the server has not told within `seconds` that all is committed."""
+        try:
+            self._waiting.future.result(seconds)
+        except (KvwireError, FutureTimeoutError):
+            self.forget()
+            return False
+        return int(self._answer[0]) == COMMITTED
+
+    def forget(self) -> None:
+        self._waiting.cancel()
+        self._engine.discard(self._tag)
 
 
 def answer(peer: Peer, lease_id: int, *, committed: bool) -> None:

@@ -15,7 +15,6 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import TYPE_CHECKING, Final, NamedTuple, Self
 
 from kvwire.errors import DataPathUnavailable, KvwireError, TransferFailed
-from kvwire.transfer import ucx_arrival
 from kvwire.transfer.base import (
     FAULTS,
     PUBLISH_MARGIN_S,
@@ -23,6 +22,7 @@ from kvwire.transfer.base import (
     ReadCheck,
     SlotResult,
     expired,
+    is_complete,
     pieces,
     seconds_left,
     slot_error,
@@ -30,6 +30,7 @@ from kvwire.transfer.base import (
 )
 from kvwire.transfer.checksum import Checksum, mismatch
 from kvwire.transfer.memory import anonymous
+from kvwire.transfer.ucx_arrival import Said
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -40,6 +41,7 @@ if TYPE_CHECKING:
 DEFAULT_PIECE_BYTES: Final = 4 << 20
 STAGING_PIECES: Final = 2
 LOCAL_CHECK_SHARE: Final = 1 / 32
+MOST_SAID: Final = 64
 ANSWER_S: Final = 5.0
 """How long a server may take to commit; one that hangs is found out sooner."""
 
@@ -74,6 +76,7 @@ class UcxPath:
         self._peer = peer
         local = engine.options.kind == "local"
         self._check = ReadCheck((LOCAL_CHECK_SHARE if local else 1.0) if check_share is None else check_share)
+        self._said: dict[int, Said] = {}
         self._out = _Staging(staging_pieces)
         self._in = _Staging(staging_pieces)
 
@@ -92,8 +95,14 @@ class UcxPath:
                     run.fail(piece.slot, timed_out(self.name, piece.slot))
                     continue
                 self._send(run, piece, fill, buffer, staging, hashes.get(piece.slot.index))
+            if run.may_be_whole and time.monotonic() + PUBLISH_MARGIN_S < deadline and is_complete(fill):
+                # It travels with the last piece: the server waits for both.
+                self._say(ticket)
             run.finish(staging)
-        return run.results({index: each.digest() for index, each in hashes.items()})
+        results = run.results({index: each.digest() for index, each in hashes.items()})
+        if any(result.error for result in results):
+            self._forget(ticket)
+        return results
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]:
         self._raise_if_lost()
@@ -123,10 +132,30 @@ class UcxPath:
     def publish(self, ticket: Ticket, mark: Mark) -> bool:
         """By a message, in good time, and only if the server answers that it has committed."""
         left = mark.asked_at + ticket.seconds - PUBLISH_MARGIN_S - time.monotonic()
-        if not ticket.arrival_word or left <= 0:
+        if left <= 0:
+            self._forget(ticket)
             return False
-        seconds = min(left, ANSWER_S)
-        return ucx_arrival.say(self._engine, self._peer, ticket.lease_id, ticket.arrival_word, seconds)
+        said = self._said.pop(ticket.lease_id, None) or self._say(ticket)
+        self._said.pop(ticket.lease_id, None)
+        return said is not None and said.wait(min(left, ANSWER_S))
+
+    def _say(self, ticket: Ticket) -> Said | None:
+        if not ticket.arrival_word:
+            return None
+        try:
+            said = Said(self._engine, self._peer, ticket.lease_id, ticket.arrival_word)
+        except KvwireError:
+            return None
+        self._said[ticket.lease_id] = said
+        if len(self._said) > MOST_SAID:  # an exception elsewhere in their batch: nobody has asked for them
+            self._said.pop(next(iter(self._said))).forget()
+        return said
+
+    def _forget(self, ticket: Ticket) -> None:
+        """It is the server's to be asked by a call then."""
+        said = self._said.pop(ticket.lease_id, None)
+        if said is not None:
+            said.forget()
 
     def proves(self, ticket: Ticket, mark: Mark) -> bool:
         """A message is whole only if the server held its bytes until the last was taken."""
@@ -232,6 +261,11 @@ class _Run:
 
     def fail(self, slot: Slot, error: KvwireError) -> None:
         self._errors.setdefault(slot.index, error)
+
+    @property
+    def may_be_whole(self) -> bool:
+        """Nothing has failed so far."""
+        return not self._errors
 
     def moved(self, piece: _Piece) -> None:
         self._left[piece.slot.index] -= piece.stop - piece.start

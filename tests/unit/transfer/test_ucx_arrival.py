@@ -102,6 +102,76 @@ def test_a_store_is_published_by_a_message(sides):
     assert all((place == data).all() for place, data in zip(sides.places, sides.data, strict=True))
 
 
+class Asked:
+    """A fill that is asked whether all may be published."""
+
+    def __init__(self, sides, answer, fails_at=-1):
+        self.sides, self.answer, self.fails_at, self.times = sides, answer, fails_at, 0
+
+    def __call__(self, slot, start, stop, out):
+        if slot.index == self.fails_at:
+            raise OSError("no")
+        self.sides.fill(slot, start, stop, out)
+
+    def complete(self):
+        self.times += 1
+        return self.answer
+
+
+def test_it_is_said_with_the_last_piece_where_that_is_allowed(sides):
+    ticket = sides.open(answers=True)
+    mark = sides.path.mark()
+    fill = Asked(sides, answer=True)
+    assert all(each.ok for each in sides.path.write(ticket, fill, time.monotonic() + 20))
+    assert sides.heard.wait(10)
+    assert sides.path.publish(ticket, mark)
+    assert (fill.times, sides.said) == (1, [True])
+    assert not sides.path._said
+
+
+@pytest.mark.parametrize(
+    "asked", [{"answer": False}, {"answer": True, "fails_at": 1}], ids=["withdrawn", "incomplete"]
+)
+def test_it_is_not_said_where_that_is_not_allowed(sides, asked):
+    ticket = sides.open(answers=True)
+    sides.path.write(ticket, Asked(sides, **asked), time.monotonic() + 20)
+    assert not sides.heard.wait(0.2)
+    assert not sides.path._said
+    sides.plane.cancel(LEASE).result(5)
+
+
+def test_near_the_end_of_the_time_it_is_left_to_publish(sides):
+    ticket = sides.open(answers=True)
+    fill = Asked(sides, answer=True)
+    assert all(each.ok for each in sides.path.write(ticket, fill, time.monotonic() + 0.9))
+    assert fill.times == 0
+
+
+def test_a_piece_that_fails_behind_it_leaves_it_to_a_call(sides, monkeypatch):
+    """Said too soon: the server waits for what does not come, and is asked by a call."""
+    ticket = sides.open()
+    last = sides.to_server.send
+
+    def send(tag, buffer):
+        if tag == ticket.slots[1].first_tag:
+            return last(tag, buffer[:9])  # the server takes it for a failure
+        return last(tag, buffer)
+
+    monkeypatch.setattr(type(sides.to_server), "send", lambda _peer, tag, buffer: send(tag, buffer))
+    monkeypatch.setattr("kvwire.transfer.ucx_path.ANSWER_S", 0.2)
+    mark = sides.path.mark()
+    sides.path.write(ticket, Asked(sides, answer=True), time.monotonic() + 20)
+    assert not sides.path.publish(ticket, mark)
+    assert sides.said == [False]
+
+
+def test_what_nobody_asks_for_is_forgotten(sides, monkeypatch):
+    monkeypatch.setattr("kvwire.transfer.ucx_path.MOST_SAID", 3)
+    for lease in range(1, 9):
+        sides.path._say(Ticket(lease, sides.path.name, (), PIECE, 30.0, 1))
+    assert len(sides.path._said) == 3
+
+
 def test_over_several_lanes():
     with ExitStack() as stack:
         sides = Sides(stack, "local", lanes=3)
