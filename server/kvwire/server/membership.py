@@ -176,7 +176,9 @@ class Membership:
                 raise ServerNotRegistered("The coordinator was restarted.", server_id="")
             await self._intents.follow(stub, reply.intent_revision, reply.coordinator_incarnation)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._changed.wait(), self.state.interval)
+                # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with the change.
+                async with asyncio.timeout(self.state.interval):
+                    await self._changed.wait()
                 await self._register(stub)
 
     async def _report(self, stub: Any, reader: Reader) -> None:

@@ -308,3 +308,23 @@ def test_a_life_sign_interval_that_makes_no_sense_is_bounded(with_bench):
             await made.until(lambda used=used: made.member.state.interval == used)
 
     with_bench(body)
+
+
+@pytest.mark.parametrize("turns", range(6))
+def test_a_stop_that_comes_together_with_a_change_ends_it(with_bench, turns):
+    """It did not, at one of these moments: the stop of the server waited for ever."""
+
+    async def body(made: Bench) -> None:
+        await made.until(lambda: made.played.beats)
+        made.played.interval_s = 60.0
+        made.member.changed()
+        await made.until(lambda: made.member.state.interval == 60.0)
+        await asyncio.sleep(0.1)
+        made.member.changed()
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        made.task.cancel()
+        await asyncio.wait({made.task}, timeout=10)
+        assert made.task.done()
+
+    with_bench(body)

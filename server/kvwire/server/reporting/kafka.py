@@ -107,7 +107,9 @@ class KafkaReporter:
     async def _next(self, room: int) -> list[Closed]:
         """Now and then without any: librdkafka has to be polled for its errors, too."""
         try:
-            return await asyncio.wait_for(self._reader.wait(room), _IDLE_S)
+            # Not wait_for: in Python 3.11 it forgets a cancellation that comes together with an event.
+            async with asyncio.timeout(_IDLE_S):
+                return await self._reader.wait(room)
         except TimeoutError:
             return []
         finally:
