@@ -68,6 +68,7 @@ def test_a_fleet_is_asked_for_what_went_between_its_servers(capsys):
     [
         (Shared(tokens=0, moved={"ucx-local": 1}), "only 0 of B's 960 tokens came from A's server"),
         (Shared(tokens=960, moved={}), "no bytes went from A's server to B's"),
+        (Shared(960, {}, "a: it hangs"), "no bytes went from A's server to B's: a: it hangs"),
     ],
 )
 def test_whatever_did_not_come_from_the_other_server_is_named(shared, problem):

@@ -18,8 +18,11 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from kvwire.cli.demo.scenario import Cast, EngineRun
+    from kvwire.v1 import admin_service_pb2
 
 NEWS_S = 10.0
+PATIENT = ("--peer-deadline=1", "--peer-connect=5", "--peer-timeout=5", "--prefetch-deadline=10")
+"""There is one try, and five programs share what processors there are: nothing shall be given up for that."""
 
 
 @dataclass(frozen=True)
@@ -76,14 +79,21 @@ def coordinating(fleet: Fleet, work: Path) -> Iterator[None]:
 
 
 def joins(fleet: Fleet, name: str) -> tuple[str, ...]:
-    return ("--server-id", name, "--coordinator", fleet.coordinator)
+    return ("--server-id", name, "--coordinator", fleet.coordinator, *PATIENT)
 
 
 def moved(fleet: Fleet) -> tuple[Traffic, Shared]:
     status = status_of(fleet.b)
     paths = {path_name(peer.path): peer.fetched_bytes for peer in status.sharing.peers if peer.fetched_bytes}
     own = Traffic(traffic(fleet.a).stored, traffic(fleet.b).retrieved)
-    return own, Shared(status.counters.peer_hit_tokens, paths)
+    return own, Shared(status.counters.peer_hit_tokens, paths, why_not(status.sharing))
+
+
+def why_not(sharing: admin_service_pb2.SharingStatus) -> str:
+    """What kept B's server from getting something; empty when nothing is known of it."""
+    if sharing.directory_failures:
+        return "the coordinator did not answer in time"
+    return next((f"{peer.server_id}: {peer.problem}" for peer in sharing.peers if peer.problem), "")
 
 
 def wait_for(condition: Callable[[], bool], problem: str) -> None:

@@ -43,10 +43,11 @@ class EngineRun:
 
 @dataclass(frozen=True)
 class Shared:
-    """What B's server got from A's: hit tokens, and bytes by data path."""
+    """What B's server got from A's: hit tokens, and bytes by data path. `why_not` is what its status tells."""
 
     tokens: int
     moved: dict[str, int]
+    why_not: str = ""
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,8 @@ class Outcome:
         if shared.tokens < self.b.cached_tokens:
             found.append(f"only {shared.tokens} of B's {self.b.cached_tokens} tokens came from A's server")
         if not shared.moved:
-            found.append("no bytes went from A's server to B's")
+            why = f": {shared.why_not}" if shared.why_not else ""
+            found.append(f"no bytes went from A's server to B's{why}")
         return found
 
 
