@@ -43,7 +43,7 @@ class EngineRun:
 
 @dataclass(frozen=True)
 class Shared:
-    """What B's server got from A's: hit tokens, and bytes by data path. `why_not` is what its status tells."""
+    """What B's server got from A's: hit tokens, and bytes by path. `why_not` is what its status tells."""
 
     tokens: int
     moved: dict[str, int]
