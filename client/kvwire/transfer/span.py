@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 LARGE_ROW_BYTES: Final = 16 << 10
 """Rows of this size and more are written by span; smaller ones are many, or are not worth it."""
-_ELEMENT_BYTES: Final = 4 << 10
+_ELEMENT_BYTES: Final = 8 << 10
 _MIN_STEP: Final = 512
 
 
