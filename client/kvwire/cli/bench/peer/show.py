@@ -176,7 +176,7 @@ def _plot_experiment(axes: Any, found: dict[str, Any]) -> None:
         axes.bar_label(bars, fmt="%.2f", fontsize=8)
     axes.set_xticks((0, 1), ("mean time to first token", "round"))
     axes.set(ylabel="s")
-    axes.set_title(f"{rounds['contexts']} contexts warmed at the first engine, asked at the second")
+    axes.set_title(f"{rounds['contexts']} contexts warmed at one engine, asked at another")
     axes.legend(fontsize=8)
 
 
