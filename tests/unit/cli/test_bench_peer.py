@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
+
 import pytest
 
 from kvwire.cli import app
@@ -125,3 +128,28 @@ def test_a_path_that_is_not_here_is_shown_with_its_reason(capfd):
 def test_wrong_usage(argv, told, capsys):
     assert app.main(["bench", "peer", *argv]) == app.USAGE
     assert told in capsys.readouterr().err
+
+
+def test_without_ucx_every_part_says_what_is_missing(monkeypatch, capsys):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name, *rest: None if name == "ucxx" else find(name)
+    )
+    argv = (
+        "--part",
+        "transfer",
+        "--part",
+        "stale",
+        "--part",
+        "restart",
+        "--size",
+        "32MiB",
+        "--quick",
+        "--json",
+    )
+    assert app.main(["bench", "peer", *argv]) == 0
+    found = json.loads(capsys.readouterr().out)
+    told = [found["skipped"][part] for part in ("stale", "restart")]
+    told += [each["skipped"] for each in found["transfer"]["paths"].values()]
+    assert len(told) == 4
+    assert all("ucx" in each for each in told)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import subprocess
 import sys
 import time
@@ -14,6 +15,7 @@ from kvwire.cli.bench.echo import open_channel
 from kvwire.cli.bench.peer.relay import Relay, relay
 from kvwire.cli.bench.processes import LOG_TAIL_BYTES, BenchError, answers, stop
 from kvwire.client import Client
+from kvwire.errors import MissingExtra
 from kvwire.v1 import admin_service_pb2 as admin_pb
 from kvwire.v1 import admin_service_pb2_grpc
 from kvwire.v1 import coordinator_service_pb2 as pb
@@ -175,7 +177,9 @@ class Fleet:
 @contextlib.contextmanager
 def fleet(folder: Path, flags: Sequence[str]) -> Iterator[Fleet]:
     """Two servers with the same flags. `a` is a member by the relay alone; `b` asks the directory itself, and
-    gives life signs over the relay, too."""
+    gives life signs over the relay, too. Raises MissingExtra where servers have no UCX."""
+    if importlib.util.find_spec("ucxx") is None:
+        raise MissingExtra("kvwire bench peer", "ucx-cu12")
     with contextlib.ExitStack() as stack:
         target = stack.enter_context(coordinator(folder, *TERMS))
         way = stack.enter_context(relay(target.address, f"unix:{folder / 'relay'}.sock"))

@@ -31,15 +31,17 @@ def run(plan: Plan, progress: Callable[[str], None]) -> dict[str, Any]:
         found["transfer"] = moved = transfer.measure(plan, progress)
         found["peer_vs_raw_socket"] = _of_largest(moved, "ucx-remote", "fetch_vs_raw_socket")
         found["peer_vs_memcpy"] = _of_largest(moved, "ucx-local", "fetch_vs_memcpy")
-    if STALE in plan.parts:
-        found["stale_lookups"] = stale.lookups(plan, progress)
-    if RESTART in plan.parts:
-        found["restart"] = restart.measure(plan, progress)
-    if ENGINES in plan.parts:
-        try:
-            found |= _engines(plan, progress)
-        except MissingExtra as error:
-            found["skipped"][ENGINES] = str(error)
+    parts: dict[str, Callable[[], dict[str, Any]]] = {
+        STALE: lambda: {"stale_lookups": stale.lookups(plan, progress)},
+        RESTART: lambda: {"restart": restart.measure(plan, progress)},
+        ENGINES: lambda: _engines(plan, progress),
+    }
+    for name, measure in parts.items():
+        if name in plan.parts:
+            try:
+                found |= measure()
+            except MissingExtra as error:
+                found["skipped"][name] = str(error)
     return found
 
 
