@@ -81,7 +81,6 @@ async def test_silence_is_unavailable_in_time_and_works_again_afterwards(kind, p
             proxy.stall()
             results = await asyncio.gather(*calls(backend), return_exceptions=True)
             assert [type(result) for result in results] == [Unavailable] * 4
-            proxy.heal()
             proxy.cut()
             proxy.heal()
             await eventually_works(backend.write, "a/b", [b"1" * 100])
