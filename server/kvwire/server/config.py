@@ -67,7 +67,7 @@ class ServerConfig:
     )
     peers: bool = setting("Share chunks in memory with the other servers of the fleet, over UCX.", True)
     peer_deadline: float = setting(
-        "Longest wait for a coordinator's answer to where chunks are.", 0.02, "seconds"
+        "Longest wait for a coordinator's answer to where chunks are.", 0.1, "seconds"
     )
     peer_connect: float = setting(
         "Longest wait for a UCX connection to another server, until something has come over it.",
