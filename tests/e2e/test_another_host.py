@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from e2e.harness import SHELF, engine, transfer_config
+from e2e.harness import FOUND, SHELF, engine, transfer_config
 from kvwire.v1 import transfer_pb2
 from support.hosts import two_hosts
 from support.waiting import eventually
-
-FOUND = [192, 128, 64, 64]
 
 
 def retrieved(server):

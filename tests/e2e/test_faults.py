@@ -7,13 +7,12 @@ import time
 
 import pytest
 
-from e2e.harness import SHELF, Answer, engine, prompt, wait_until_healthy
+from e2e.harness import FOUND, SHELF, Answer, engine, prompt, wait_until_healthy
 from kvwire.client.types import KeyRange, ReleaseItem, TransferItem
 from kvwire.vllm.plan import PlanError
 
 MODELS = ["llama", "gemma3"]
 PROMPTS = SHELF[:4]
-FOUND = [192, 128, 64, 64]
 
 
 def test_bl22_a_chunk_that_is_gone_is_computed_again(serve, baseline, monkeypatch):

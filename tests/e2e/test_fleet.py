@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from e2e.harness import SHELF, Answer, Server, engine
+from e2e.harness import FOUND, SHELF, Answer, Server, engine
 from kvwire.client import calls
 from kvwire.v1 import coordinator_service_pb2, coordinator_service_pb2_grpc
 from support.coordinator_process import coordinator_process
@@ -17,7 +17,6 @@ from support.waiting import eventually
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ucxx") is None, reason="ucxx is not installed")
 
-FOUND = [192, 128, 64, 64]
 STEADY = ("--peer-deadline=2", "--peer-timeout=2", "--peer-connect=5")
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, engine, prompt, transfer_config, wait_until_healthy
-from e2e.test_processes import EngineProcess
+from e2e.processes import EngineProcess
 from kvwire.client.layered import LayeredRead
 from kvwire.errors import TransferFailed, Unavailable
 

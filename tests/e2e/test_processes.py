@@ -7,10 +7,8 @@ import signal
 
 import pytest
 
-from e2e.harness import SHELF, Answer, engine, transfer_config
+from e2e.harness import FOUND, SHELF, Answer, engine, transfer_config
 from support.waiting import eventually
-
-FOUND = [192, 128, 64, 64]
 
 
 def test_two_engines_at_once_share_what_they_compute(server, baseline, process):

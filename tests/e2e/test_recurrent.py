@@ -9,8 +9,8 @@ from __future__ import annotations
 import pytest
 
 from e2e.harness import BLOCK, CHUNK, LENGTHS, SHELF, Engine, Server, engine, prompt, transfer_config
+from e2e.processes import EngineProcess
 from e2e.test_preemption import count_preemptions
-from e2e.test_processes import EngineProcess
 from e2e.test_reuse import zero_what_is_loaded
 
 MODEL = "qwen3_next"

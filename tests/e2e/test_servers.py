@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from e2e.harness import SHELF, Server, engine, transfer_config
-from e2e.test_processes import FOUND, EngineProcess
+from e2e.harness import FOUND, SHELF, Server, engine, transfer_config
+from e2e.processes import EngineProcess
 from kvwire.vllm.autostart import ServerFiles, is_running
 
 PROMPTS = SHELF[:4]

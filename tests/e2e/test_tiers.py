@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from e2e.harness import SHELF, Answer, engine
+from e2e.harness import FOUND, SHELF, Answer, engine
 from support.waiting import eventually
-
-FOUND = [192, 128, 64, 64]
 
 
 def test_bl55_an_engine_finds_in_the_folder_what_was_there_before_a_kill(serve, baseline, tmp_path):

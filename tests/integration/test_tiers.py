@@ -138,7 +138,9 @@ def test_bl52_a_storage_that_fails_holds_no_store_up(short_tmp):
 
 
 def test_bl52_a_restore_evicts_what_it_needs_to(short_tmp):
-    with local_server(short_tmp, l2=(tier_of(short_tmp / "kv"),), l1_size=28 * OBJECT_BYTES) as server:
+    with local_server(
+        short_tmp, l2=(tier_of(short_tmp / "kv"),), l1_size=28 * OBJECT_BYTES, watermark=1.0
+    ) as server:
         client = RawClient(server.channel()).register("inline")
         client.store("a", tokens(11))
         written(client, 11)

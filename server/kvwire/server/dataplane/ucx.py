@@ -115,9 +115,7 @@ class UcxPath:
         """Another server, by the address of its engine of this kind. Raises as `started`."""
         return await self._connect(await self.started(), address, name)
 
-    def send_peer(
-        self, peer: Peer, lease_id: int, transfer_id: int, slots: Sequence[SlotMemory]
-    ) -> Opened:
+    def send_peer(self, peer: Peer, lease_id: int, transfer_id: int, slots: Sequence[SlotMemory]) -> Opened:
         """Begin to give another server the bytes of its lease."""
         if self._plane is None:
             raise TransferFailed("The path has no connection yet.", path=self.name, cause="gone")
