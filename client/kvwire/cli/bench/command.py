@@ -257,6 +257,9 @@ def peer(
         tuple[str, ...], Parameter(help="Paths between servers: ucx-remote, ucx-local.", **SEVERAL)
     ] = (),
     size: Annotated[tuple[str, ...], Parameter(help="Sizes to move, multiples of 32MiB.", **SEVERAL)] = (),
+    arena: Annotated[
+        str, Parameter(help="Of the servers: shm, or private (huge pages, clients come over UCX, too).")
+    ] = "shm",
     rounds: Annotated[int, Parameter(help="Counted rounds of each transfer. 0: by size.")] = 0,
     model: Annotated[
         str, Parameter(help="gemma, llama, tiny, or a folder. Default: gemma.", show_default=False)
@@ -284,6 +287,7 @@ def peer(
         parts=part or plan.parts,
         paths=path or plan.paths,
         sizes=tuple(parsed_size(text) for text in size) or plan.sizes,
+        arena=arena,
         rounds=rounds or plan.rounds,
         model=model or plan.model,
         prompt_tokens=prompt_tokens or plan.prompt_tokens,

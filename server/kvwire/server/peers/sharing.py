@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final
 
@@ -33,7 +34,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("kvwire.server")
 
 FEATURE: Final = "peer"
-HASH_THREADS: Final = 2
+HASH_THREADS: Final = max(1, min(2, len(os.sched_getaffinity(0)) // 2))
+"""With two cores a second one takes the time of who receives."""
 RETRY_S: Final = 0.5
 STOP_S: Final = 1.0
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 TRANSFER, ENGINES, STALE, RESTART = "transfer", "engines", "stale", "restart"
 PARTS: Final = (TRANSFER, ENGINES, STALE, RESTART)
 PATHS: Final = ("ucx-remote", "ucx-local")
+SHARED, PRIVATE = "shm", "private"
 BLOCK_TOKENS: Final = 32
 """Of the engines."""
 
@@ -28,6 +29,8 @@ class Plan:
     rounds: int = 0
     warmup: int = 2
     memory: Memory = "auto"
+    arena: str = SHARED
+    """Of the servers: with private memory, which has huge pages, clients take the path under test, too."""
     idle_s: float = 3.0
 
     model: str = "gemma"
@@ -54,7 +57,12 @@ class Plan:
         return self.rounds or (5 if size >= 512 * MIB else 15)
 
     def check(self) -> None:
-        for name, given, known in (("part", self.parts, PARTS), ("path", self.paths, PATHS)):
+        choices = (
+            ("part", self.parts, PARTS),
+            ("path", self.paths, PATHS),
+            ("arena", (self.arena,), (SHARED, PRIVATE)),
+        )
+        for name, given, known in choices:
             unknown = [each for each in given if each not in known]
             if unknown:
                 raise ConfigError(f"--{name} {unknown[0]}: it is one of {', '.join(known)}.", setting=name)

@@ -16,6 +16,7 @@ from kvwire.cli.bench import stats
 from kvwire.cli.bench.blocks import BLOCK_BYTES, BLOCK_TOKENS, PagedKv, PlainCopies
 from kvwire.cli.bench.peer.fleet import Counts, Fleet, fleet
 from kvwire.cli.bench.peer.lifesigns import LifeSigns
+from kvwire.cli.bench.peer.plan import PRIVATE
 from kvwire.cli.bench.processes import BenchError, work_folder
 from kvwire.cli.bench.raw_socket import raw_socket
 from kvwire.cli.bench.transfer import CHUNK_BYTES, CHUNK_TOKENS
@@ -92,12 +93,15 @@ def _sized(
     progress(f"{title}: starting a coordinator and two servers")
     kv = PagedKv(size // BLOCK_BYTES, plan.memory)
     arena = units.exact_size(size * (4 if size <= SMALL_BYTES else 2) + CHUNK_BYTES)
-    flags = ("--l1-size", arena, "--chunk-size", str(CHUNK_TOKENS), "--data-paths", f"shm,{path}")
+    private = plan.arena == PRIVATE
+    ways = ("--data-paths", path if private else f"shm,{path}", "--arena", plan.arena)
+    flags = ("--l1-size", arena, "--chunk-size", str(CHUNK_TOKENS), *ways)
+    client_path = "ucx" if private else "shm"
     with work_folder() as folder, fleet(folder, flags) as running, contextlib.ExitStack() as stack:
         caches = [
             stack.enter_context(
                 server.client.register_kv_caches(
-                    kv.layers, model="bench", block_size=BLOCK_TOKENS, data_path="shm"
+                    kv.layers, model="bench", block_size=BLOCK_TOKENS, data_path=client_path
                 )
             )
             for server in (running.a, running.b)
