@@ -212,6 +212,8 @@ def _plot_heartbeats(axes: Any, found: dict[str, Any]) -> None:
         shares = [(position + 1) / len(samples) for position in range(len(samples))]
         axes.plot([max(each, 0.01) for each in samples], shares, label=label, drawstyle="steps-post")
     axes.set(xscale="log", ylim=(0, 1.02), xlabel="life sign late by, ms", ylabel="share of life signs")
+    axes.xaxis.set_major_formatter("{x:g}")
+    axes.xaxis.set_minor_formatter("")
     axes.set_title("Life signs of both servers")
     axes.legend(fontsize=8, loc="lower right")
 
