@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final, Self
 
 from kvwire.cli.bench.echo import PAYLOAD, echo_call, open_channel
-from kvwire.cli.bench.processes import STOP_S, BenchError
+from kvwire.cli.bench.processes import BenchError, let_end
 from kvwire.cli.bench.prompts import Prompt, Prompts, lookup_request
 from kvwire.keys import Namespace
 from kvwire.v1 import cache_service_pb2 as pb
@@ -81,13 +81,7 @@ class Callers:
                 with contextlib.suppress(BrokenPipeError):
                     process.stdin.close()
         for process in self._processes:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-            if process.stdout is not None:
-                process.stdout.close()
+            let_end(process)
 
     def calls_per_s(self, kind: str, seconds: float) -> float:
         """Of all callers together. Kinds are "echo", "hit" and "miss"."""

@@ -107,3 +107,17 @@ def answers(address: str) -> bool:
         except (Unavailable, DeadlineExceeded):
             return False
     return True
+
+
+def let_end(process: subprocess.Popen[str]) -> None:
+    """Of a child that ends by itself when nobody talks to it any more; killed when it does not."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+    try:
+        process.wait(STOP_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+    if process.stdout is not None:
+        process.stdout.close()

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.cli.bench import stats
 from kvwire.cli.bench.coordinator.target import REST, on_cores, stub
 from kvwire.cli.bench.echo import open_channel
-from kvwire.cli.bench.processes import STOP_S, BenchError
+from kvwire.cli.bench.processes import BenchError, let_end
 from kvwire.v1 import coordinator_service_pb2 as pb
 
 if TYPE_CHECKING:
@@ -57,15 +57,7 @@ def probing(address: str, server_id: str = "probe") -> Iterator[Probe]:
         probe.take()
         yield probe
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        let_end(process)
 
 
 def summary(samples: list[float]) -> dict[str, float]:

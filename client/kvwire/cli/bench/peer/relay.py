@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, Final
 import grpc
 
 from kvwire.cli.bench.echo import OPTIONS
-from kvwire.cli.bench.processes import STOP_S, BenchError
+from kvwire.cli.bench.processes import BenchError, let_end
 from kvwire.v1 import coordinator_service_pb2 as pb
 from kvwire.v1 import event_pb2
 
@@ -66,15 +66,7 @@ def relay(coordinator: str, address: str) -> Iterator[Relay]:
         running.heartbeats()
         yield running
     finally:
-        if process.stdin is not None:
-            process.stdin.close()
-        try:
-            process.wait(STOP_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-        if process.stdout is not None:
-            process.stdout.close()
+        let_end(process)
 
 
 class Passing(grpc.GenericRpcHandler):
