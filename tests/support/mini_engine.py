@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections import deque
+from collections import Counter, deque
 from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
@@ -59,6 +59,7 @@ class MiniEngine:
             block_major=False,
         )
         self.free = deque(range(1, num_blocks))
+        self._sent: Counter[str] = Counter()
         self._names = (f"request-{number}" for number in itertools.count())
         settings = {
             "engine_id": f"mini-{id(self)}",
@@ -137,14 +138,7 @@ class MiniEngine:
     def finish(self, ran):
         """Its blocks are free when all workers have said that it is stored."""
         if self.scheduler.finished(ran.request):
-            waiting = {ran.request.request_id: len(self.ranks)}
-
-            def sent():
-                for name in self.step(step_output()).finished_sending:
-                    waiting[name] -= 1
-                return not waiting[ran.request.request_id]
-
-            eventually(sent)
+            eventually(lambda: ran.request.request_id in self.step(step_output()).finished_sending)
         self.free.extend(ran.table)
 
     def _load(self, ran):
@@ -159,16 +153,16 @@ class MiniEngine:
         ran.failed = bool(ran.failed_blocks & set(ran.table))
 
     def step(self, scheduler_output, received=None):
-        """One step of all workers. A load is over when every rank has said so, as vLLM counts it."""
+        """One step of all workers. A load or store is over when every rank has said so, as vLLM counts it."""
         step = self.scheduler.step(scheduler_output)
         assert isinstance(step, StepMetadata)
-        sent, arrived, bad, report = [], [], set(), None
+        arrived, bad, report = [], set(), None
         for each in self.ranks:
             each.side.make_room(step)
             each.side.start_loads(step.loads)
             each.side.after_forward(step)
             results = each.side.results(step)
-            sent += results.sent
+            self._sent.update(results.sent)
             arrived += [(each.rank, name) for name in results.received]
             bad |= each.side.take_failed_blocks()
             told = each.side.take_report()
@@ -177,8 +171,10 @@ class MiniEngine:
         known |= set(arrived)
         names = {name for _, name in known}
         whole = {name for name in names if all((each.rank, name) in known for each in self.ranks)}
+        sent = {name for name, count in self._sent.items() if count == len(self.ranks)}
+        for name in sent:
+            del self._sent[name]
         output = worker_output(received=whole, sent=sent, bad_blocks=bad, report=report)
-        output.finished_sending = sent
         self.scheduler.worker_output(output)
         return output
 
