@@ -147,6 +147,11 @@ class UcxState:
             op.give_up_within(seconds)
 
     @property
+    def is_receiving(self) -> bool:
+        """Some message is on its way to here."""
+        return any(not op.is_send for op in self._active)
+
+    @property
     def is_stopped(self) -> bool:
         return self._stopping and not self._active
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import sys
 from typing import TYPE_CHECKING, Final
@@ -11,7 +10,7 @@ from typing import TYPE_CHECKING, Final
 from kvwire.cli import units
 from kvwire.cli.flags import settings_command
 from kvwire.coordinator.config import CoordinatorConfig
-from kvwire.serving.allocator import keep_message_memory
+from kvwire.serving.allocator import calm_collector, keep_message_memory
 from kvwire.serving.version import server_version
 from kvwire.telemetry.logging import setup_logging
 from kvwire.telemetry.tracing import setup_tracing
@@ -49,9 +48,7 @@ async def serve(config: CoordinatorConfig) -> int:
     keep_message_memory()
     coordinator = Coordinator(config)
     await coordinator.start()
-    # What was made so far lives as long as the program: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
+    calm_collector()
     say(banner(coordinator))
     await told.wait()
     say("kvwire coordinator: stopping")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import signal
 import sys
 from typing import TYPE_CHECKING, Final
@@ -12,7 +11,7 @@ from kvwire.cli import units
 from kvwire.cli.flags import settings_command
 from kvwire.server.config import ServerConfig
 from kvwire.server.idle import IdleWatch
-from kvwire.serving.allocator import keep_message_memory
+from kvwire.serving.allocator import calm_collector, keep_message_memory
 from kvwire.serving.supervisor import every
 from kvwire.serving.version import server_version
 from kvwire.telemetry.logging import setup_logging
@@ -56,9 +55,7 @@ async def serve(config: ServerConfig) -> int:
     keep_message_memory()
     server = CacheServer(config)
     await server.start()
-    # What was made so far lives as long as the server: the collector need not look at it again.
-    gc.collect()
-    gc.freeze()
+    calm_collector()
     if config.idle_exit:
         _watch_idle(server, told)
     say(banner(server))

@@ -258,8 +258,12 @@ def peer(
     ] = (),
     size: Annotated[tuple[str, ...], Parameter(help="Sizes to move, multiples of 32MiB.", **SEVERAL)] = (),
     arena: Annotated[
-        str, Parameter(help="Of the servers: shm, or private (huge pages, clients come over UCX, too).")
-    ] = "shm",
+        str,
+        Parameter(
+            help="Of the servers: shm, private (huge pages, clients come over UCX, too), "
+            "or auto: private for ucx-local."
+        ),
+    ] = "auto",
     rounds: Annotated[int, Parameter(help="Counted rounds of each transfer. 0: by size.")] = 0,
     model: Annotated[
         str, Parameter(help="gemma, llama, tiny, or a folder. Default: gemma.", show_default=False)

@@ -31,6 +31,9 @@ REASONS: Final = {
     "local": "messages between processes of one host",
     "remote": "messages between hosts",
 }
+PEER_PIECE_BYTES: Final = {"local": 16 << 20, "remote": 4 << 20}
+"""Between servers. Nothing is staged there: within a host only the number of messages counts, and between
+hosts a piece is hashed while it is in the cache."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,8 +123,9 @@ class UcxPath:
         if self._plane is None:
             raise TransferFailed("The path has no connection yet.", path=self.name, cause="gone")
         memory = self._memory(slots)
-        found = self._plane.send_peer(peer, lease_id, transfer_id, memory, DEFAULT_PIECE_BYTES)
-        return Opened(DEFAULT_PIECE_BYTES, found.first_tags)
+        piece_bytes = PEER_PIECE_BYTES[self._options.kind]
+        found = self._plane.send_peer(peer, lease_id, transfer_id, memory, piece_bytes)
+        return Opened(piece_bytes, found.first_tags)
 
     async def received(self, lease_id: int, slots: Sequence[int], seconds: float) -> Received:
         opened = self._plane.opened(lease_id) if self._plane else None

@@ -1,4 +1,8 @@
-"""Messages of one loan, straight into their targets, each piece hashed as soon as it is there."""
+"""Messages of one loan, straight into their targets, each piece hashed as soon as it is there.
+
+From another host by the thread that has received it: it is in that processor's cache then, and on the others
+the sender and the network are at work. Within a host receiving is copying, so another thread hashes.
+"""
 
 from __future__ import annotations
 
@@ -42,15 +46,27 @@ class Part:
         return self.over and self.error is None
 
     def advance(self) -> bool:
-        """Hash what has come, in order; in any thread. Whether that was the last of it."""
-        with self._door:
-            while self._hashed < len(self.ops) and self.ops[self._hashed].future.done():
-                op = self.ops[self._hashed]
-                if op.future.exception() is not None:
-                    return False
-                self._hash.update(op.buffer)
-                self._hashed += 1
-            return self._hashed == len(self.ops)
+        """Hash what has come, in order. Whether that was the last of it.
+
+        One thread at a time: others leave it what they have received, and go on receiving.
+        """
+        last = False
+        while self._has_come() and self._door.acquire(blocking=False):
+            try:
+                if self._has_come():
+                    self._hash.update(self.ops[self._hashed].buffer)
+                    self._hashed += 1
+                    last = self._hashed == len(self.ops)
+            finally:
+                self._door.release()
+        return last
+
+    def _has_come(self) -> bool:
+        """The next piece to be hashed."""
+        if self._hashed == len(self.ops):
+            return False
+        future = self.ops[self._hashed].future
+        return future.done() and future.exception() is None
 
     def verdict(self, path: str) -> KvwireError | None:
         """When all has been hashed."""
@@ -75,7 +91,7 @@ class Receiving:
     ) -> None:
         self._engine = engine
         self._parts = parts
-        self._pool = pool
+        self._pool = None if engine.options.kind == "remote" else pool
         self._path = path
         self._loop = asyncio.get_running_loop()
         self._left = len(parts)
@@ -132,6 +148,9 @@ class Receiving:
                 self._tell(part, _typed(error))
                 return
             self.moved += 1
+            if self._pool is None:
+                self._hash(part)
+                return
             try:
                 self._pool.submit(self._hash, part)
             except RuntimeError:  # the server stops

@@ -35,7 +35,7 @@ log = logging.getLogger("kvwire.server")
 
 FEATURE: Final = "peer"
 HASH_THREADS: Final = max(1, min(2, len(os.sched_getaffinity(0)) // 2))
-"""With two cores a second one takes the time of who receives."""
+"""Beside copies within this host. With two cores a second one takes the time of who copies."""
 RETRY_S: Final = 0.5
 STOP_S: Final = 1.0
 

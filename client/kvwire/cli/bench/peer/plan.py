@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 TRANSFER, ENGINES, STALE, RESTART = "transfer", "engines", "stale", "restart"
 PARTS: Final = (TRANSFER, ENGINES, STALE, RESTART)
 PATHS: Final = ("ucx-remote", "ucx-local")
-SHARED, PRIVATE = "shm", "private"
+SHARED, PRIVATE, BY_PATH = "shm", "private", "auto"
 BLOCK_TOKENS: Final = 32
 """Of the engines."""
 
@@ -29,8 +29,8 @@ class Plan:
     rounds: int = 0
     warmup: int = 2
     memory: Memory = "auto"
-    arena: str = SHARED
-    """Of the servers: with private memory, which has huge pages, clients take the path under test, too."""
+    arena: str = BY_PATH
+    """Of the servers. With private memory, which has huge pages, clients take the path under test, too."""
     idle_s: float = 3.0
 
     model: str = "gemma"
@@ -56,11 +56,15 @@ class Plan:
     def rounds_of(self, size: int) -> int:
         return self.rounds or (5 if size >= 512 * MIB else 15)
 
+    def is_private(self, path: str) -> bool:
+        """Within a host the kernel reads page by page, so there it is as an operator would have it."""
+        return self.arena == PRIVATE or (self.arena == BY_PATH and path == "ucx-local")
+
     def check(self) -> None:
         choices = (
             ("part", self.parts, PARTS),
             ("path", self.paths, PATHS),
-            ("arena", (self.arena,), (SHARED, PRIVATE)),
+            ("arena", (self.arena,), (SHARED, PRIVATE, BY_PATH)),
         )
         for name, given, known in choices:
             unknown = [each for each in given if each not in known]

@@ -33,13 +33,23 @@ def _print_transfer(moved: dict[str, Any]) -> None:
     rows: list[tuple[Any, ...]] = []
     for path, sizes in moved["paths"].items():
         if "skipped" in sizes:
-            rows.append((path, "-", "-", "-", "-", "-", "-", sizes["skipped"]))
+            rows.append((path, "-", "-", "-", "-", "-", "-", "-", sizes["skipped"]))
             continue
         for size, each in sizes.items():
             raw = [_number(each.get(name)) for name in ("fetch_vs_raw_socket", "raw_socket_gb_s")]
             speeds = [each[name] for name in ("fetch_gb_s", "fetch_at_once_gb_s", "memcpy_gb_s")]
-            rows.append((path, size, each["fetch_vs_memcpy"], raw[0], *speeds, raw[1]))
-    columns = ("path", "#size", "#vs memcpy", "#vs raw socket", "#GB/s", "#at once", "#memcpy", "#raw socket")
+            rows.append((path, each["arena"], size, each["fetch_vs_memcpy"], raw[0], *speeds, raw[1]))
+    columns = (
+        "path",
+        "arena",
+        "#size",
+        "#vs memcpy",
+        "#vs raw socket",
+        "#GB/s",
+        "#at once",
+        "#memcpy",
+        "#raw socket",
+    )
     render.print_rows(
         columns, rows, title="\nfetched by one server out of another's memory, every byte compared"
     )

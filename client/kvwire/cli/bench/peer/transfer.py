@@ -16,7 +16,7 @@ from kvwire.cli.bench import stats
 from kvwire.cli.bench.blocks import BLOCK_BYTES, BLOCK_TOKENS, PagedKv, PlainCopies
 from kvwire.cli.bench.peer.fleet import Counts, Fleet, fleet
 from kvwire.cli.bench.peer.lifesigns import LifeSigns
-from kvwire.cli.bench.peer.plan import PRIVATE
+from kvwire.cli.bench.peer.plan import PRIVATE, SHARED
 from kvwire.cli.bench.processes import BenchError, work_folder
 from kvwire.cli.bench.raw_socket import raw_socket
 from kvwire.cli.bench.transfer import CHUNK_BYTES, CHUNK_TOKENS
@@ -93,8 +93,9 @@ def _sized(
     progress(f"{title}: starting a coordinator and two servers")
     kv = PagedKv(size // BLOCK_BYTES, plan.memory)
     arena = units.exact_size(size * (4 if size <= SMALL_BYTES else 2) + CHUNK_BYTES)
-    private = plan.arena == PRIVATE
-    ways = ("--data-paths", path if private else f"shm,{path}", "--arena", plan.arena)
+    private = plan.is_private(path)
+    arena_kind = PRIVATE if private else SHARED
+    ways = ("--data-paths", path if private else f"shm,{path}", "--arena", arena_kind)
     flags = ("--l1-size", arena, "--chunk-size", str(CHUNK_TOKENS), *ways)
     client_path = "ucx" if private else "shm"
     with work_folder() as folder, fleet(folder, flags) as running, contextlib.ExitStack() as stack:
@@ -119,7 +120,7 @@ def _sized(
                 bench.spans.clear()
         signs.note(running.relay.heartbeats().values(), bench.spans)
         first = (warm_up.at_once or rounds.at_once)[0]
-        told = {"first_fetch_ms": round(first * 1e3, 2), **bench.counts()}
+        told = {"arena": arena_kind, "first_fetch_ms": round(first * 1e3, 2), **bench.counts()}
         return rounds.report(size, bench.path()) | told
 
 
