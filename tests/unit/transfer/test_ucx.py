@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import signal
 import threading
 import time
 from contextlib import closing
@@ -258,6 +259,30 @@ def test_bl73_death_of_a_remote_peer_is_seen_without_being_told(start):
     with pytest.raises(TransferFailed):
         op.future.result(10)
     assert peer.lost
+    engine.close()
+
+
+def test_a_transfer_that_stands_still_is_not_watched_for_ever(start):
+    engine = UcxEngine(options("remote"))
+    child = start("remote")
+    peer = joined(engine, child)
+    size = 256 * MIB
+    buffer = anonymous(size)
+    child.ask(do="send", tag=TAG, nbytes=size, seed=1, wait=False)
+    op = engine.recv(TAG, buffer, peer)
+    while not engine._lanes[0].state.is_receiving:
+        time.sleep(0.0005)
+    os.kill(child.pid, signal.SIGSTOP)
+    try:
+        time.sleep(0.1)  # what is on its way still comes
+        spent = time.process_time()
+        time.sleep(1)
+        assert time.process_time() - spent < 0.5
+        assert not op.future.done()
+    finally:
+        os.kill(child.pid, signal.SIGCONT)
+    op.future.result(20)
+    assert (buffer == pattern(1, size)).all()
     engine.close()
 
 
