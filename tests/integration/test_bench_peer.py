@@ -41,6 +41,7 @@ def test_what_moves_between_servers_is_compared(bench, path, goal, tmp_path):
     (each,) = reports.values()
     assert each["verified"] is True
     assert each["path"] == path
+    assert each["arena"] == ("private" if path == "ucx-local" else "shm")
     assert each["fetched_bytes"] == 2 * 16 * BLOCK_BYTES
     assert each["failed_hints"] == each["failed_transfers"] == 0
     assert all(each[name] > 0 for name in ("fetch_vs_memcpy", "fetch_gb_s", "fetch_at_once_gb_s"))

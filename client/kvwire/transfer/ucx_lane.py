@@ -25,11 +25,12 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS: Final = 20.0
 WATCH_S: Final = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
-"""How long a thread watches a receive from another host that has begun, before it sleeps.
+"""How long a thread watches what another server sends, when it has begun to come, before it sleeps.
 
 Who sleeps is woken from the network, and the kernel runs it on the processor that serves the network: where
-that is the sender's own, of two, both sides share one, and a fifth of the time goes. Within a host there is
-nothing to watch: the receiver copies.
+that is the sender's own, of two, both sides share one, and a tenth of the time goes. Within a host there is
+nothing to watch: the receiver copies. A client that stores has other work for the processors: there watching
+costs a tenth.
 """
 
 
@@ -92,7 +93,7 @@ class Lane:
             state.step()
             if state.is_stopped:
                 return
-            if not (self._watches and state.is_receiving and self._moves(state.worker)):
+            if not (self._watches and state.is_fetching and self._moves(state.worker)):
                 # Returns at once while there is progress, else sleeps until an event or a signal.
                 state.worker.progress_worker_event(state.wait_ms())
 

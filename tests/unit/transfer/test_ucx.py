@@ -268,9 +268,10 @@ def test_a_transfer_that_stands_still_is_not_watched_for_ever(start):
     peer = joined(engine, child)
     size = 256 * MIB
     buffer = anonymous(size)
-    child.ask(do="send", tag=TAG, nbytes=size, seed=1, wait=False)
-    op = engine.recv(TAG, buffer, peer)
-    while not engine._lanes[0].state.is_receiving:
+    tag = tags.encode(Kind.PEER, 7)
+    child.ask(do="send", tag=tag, nbytes=size, seed=1, wait=False)
+    op = engine.recv(tag, buffer, peer)
+    while not engine._lanes[0].state.is_fetching:
         time.sleep(0.0005)
     os.kill(child.pid, signal.SIGSTOP)
     try:

@@ -62,10 +62,11 @@ class Part:
         return last
 
     def _has_come(self) -> bool:
-        """The next piece to be hashed."""
-        if self._hashed == len(self.ops):
+        """The next piece to be hashed. Another thread may go on to the one behind it meanwhile."""
+        position = self._hashed
+        if position == len(self.ops):
             return False
-        future = self.ops[self._hashed].future
+        future = self.ops[position].future
         return future.done() and future.exception() is None
 
     def verdict(self, path: str) -> KvwireError | None:
