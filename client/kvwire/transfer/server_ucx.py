@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from kvwire.transfer.base import ByteArray
+    from kvwire.transfer.ending import Ending
     from kvwire.transfer.ucx import Peer, UcxEngine, UcxOp
 
 
@@ -37,7 +38,7 @@ class Opened:
 
     @property
     def awaits_arrival(self) -> bool:
-        return self.arrival is not None and not self.arrival.future.done()
+        return self.arrival is not None and not self.arrival.ending.done()
 
     def expect_no_arrival(self) -> None:
         """The client has called, or its lease is over."""
@@ -69,7 +70,7 @@ class UcxServerPlane:
         begin = partial(self.engine.recv_all, peer=peer)
         opened = self._open(Kind.STORE, lease_id, slots, piece_bytes, begin, with_word=arrived is not None)
         if opened.arrival is not None and arrived is not None:
-            said = opened.arrival.future
+            said = opened.arrival.ending
 
             def ended(errors: list[KvwireError]) -> None:
                 if said.exception() is None:
@@ -110,14 +111,14 @@ class UcxServerPlane:
         if lease is None:
             done.set_result(None)
             return done
-        still = not all(op.future.done() for op in lease.ops)
+        still = not all(op.ending.done() for op in lease.ops)
         if not lease.ops[0].is_send and (still or lease.awaits_arrival):
             self.engine.discard(lease.ops[0].tag)
         lease.expect_no_arrival()
         if not still:
             done.set_result(None)
             return done
-        _when_all([op.future for op in lease.ops], lambda _: done.set_result(None))
+        _when_all([op.ending for op in lease.ops], lambda _: done.set_result(None))
         for op in lease.ops:
             op.cancel()
         return done
@@ -145,12 +146,12 @@ class UcxServerPlane:
             messages.append((tags.encode(kind, number or lease_id, word), ucx_arrival.message()))
         ops = begin(messages)
         todo = iter(ops)
-        futures = [_first_error([op.future for op in islice(todo, len(mine))]) for mine in parts]
+        futures = [_first_error([op.ending for op in islice(todo, len(mine))]) for mine in parts]
         self._leases[lease_id] = opened = Opened(first, tuple(futures), ops, word)
         return opened
 
 
-def _first_error(futures: list[Future[None]]) -> Future[None]:
+def _first_error(endings: Sequence[Ending]) -> Future[None]:
     """Resolved when all are, with the error of the first in order that has failed."""
     whole: Future[None] = Future()
 
@@ -160,23 +161,23 @@ def _first_error(futures: list[Future[None]]) -> Future[None]:
         else:
             whole.set_result(None)
 
-    _when_all(futures, resolve)
+    _when_all(endings, resolve)
     return whole
 
 
-def _when_all(futures: list[Future[None]], then: Callable[[list[KvwireError]], None]) -> None:
+def _when_all(endings: Sequence[Ending | Future[None]], then: Callable[[list[KvwireError]], None]) -> None:
     """Call `then` once, when all have ended."""
-    left = len(futures)
+    left = len(endings)
     lock = threading.Lock()  # those that have ended already count here, the others on the engine's thread
 
-    def one_done(_: Future[None]) -> None:
+    def one_done(_: Ending | Future[None]) -> None:
         nonlocal left
         with lock:
             left -= 1
             last = left == 0
         if last:
-            failures = [each.exception() for each in futures]
+            failures = [each.exception() for each in endings]
             then([error for error in failures if isinstance(error, KvwireError)])
 
-    for each in futures:
+    for each in endings:
         each.add_done_callback(one_done)

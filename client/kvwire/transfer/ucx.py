@@ -11,6 +11,7 @@ modulo their count: so both sides know where it goes, and copies run beside each
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import time
@@ -28,6 +29,7 @@ from kvwire.transfer.ucx_state import unavailable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Sequence
+    from contextlib import AbstractContextManager
 
 __all__ = ["Peer", "UcxEngine", "UcxOp", "UcxOptions"]
 
@@ -95,6 +97,15 @@ class UcxEngine:
         ops = [UcxOp(self, tag, buf, self._library.array(buf), peer, is_send=False) for tag, buf in messages]
         self._begin(ops, lambda lane, op: lane.state.expect(op))
         return ops
+
+    def driven(self) -> AbstractContextManager[None]:
+        """For a thread that sends and receives, and waits for what it has begun: see `Lane.driven`."""
+        mine = len(self._lanes) == 1 and self._pid == os.getpid()
+        return self._lanes[0].driven() if mine else contextlib.nullcontext()
+
+    def wait(self, op: UcxOp, seconds: float) -> None:
+        """Until the operation has ended. Raises its error, or TimeoutError."""
+        self._lane(op.tag).wait(op.ending, seconds)
 
     def cancel(self, op: UcxOp) -> None:
         lane = self._lane(op.tag)

@@ -5,18 +5,20 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import select
 import threading
 import time
 from collections import deque
 from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 from kvwire.errors import DataPathUnavailable
 from kvwire.transfer.ucx_state import UcxState, unavailable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
+    from kvwire.transfer.ending import Ending
     from kvwire.transfer.ucx_library import Library
     from kvwire.transfer.ucx_ops import Peer
     from kvwire.transfer.ucx_options import UcxOptions
@@ -25,17 +27,22 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS: Final = 20.0
 WATCH_S: Final = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
-"""How long a thread watches what another server sends, when it has begun to come, before it sleeps.
+"""How long a thread watches for what is on its way, before it sleeps.
 
-Who sleeps is woken from the network, and the kernel runs it on the processor that serves the network: where
-that is the sender's own, of two, both sides share one, and a tenth of the time goes. Within a host there is
-nothing to watch: the receiver copies. A client that stores has other work for the processors: there watching
-costs a tenth.
+Who sleeps has to be woken, by the side that moves the bytes, and the kernel then likes to run both on one
+processor. A thread that watches gives its processor to any other that has work.
 """
+TURN_S: Final = 0.001
+"""How long one who wants to drive waits for the lane's own thread, which is seldom busy for longer."""
 
 
 class Lane:
-    """Starts its thread at once. Commands are run on it, in order. Raises what starting raises."""
+    """Starts its thread at once. Commands are run in order, one at a time. Raises what starting raises.
+
+    The worker and all that the state knows belong to whoever has the turn: the lane's own thread, or a thread
+    that moves bytes and drives the worker itself meanwhile (`driven`). Then nobody has to be woken for each
+    message, neither to send it nor to learn that it has come, and a wake costs more than a message.
+    """
 
     def __init__(
         self, library: Library, options: UcxOptions, name: str, lost: Callable[[Peer], None]
@@ -46,6 +53,9 @@ class Lane:
         self._library = library
         self._commands: deque[Callable[[], None]] = deque()
         self._door = threading.Lock()
+        self._turn = threading.Lock()
+        self._driver = 0
+        self._failure: Exception | None = None
         self._handle = 0
         self._is_open = True
         started: Future[None] = Future()
@@ -55,6 +65,9 @@ class Lane:
 
     def submit(self, command: Callable[[], None]) -> None:
         """Raises DataPathUnavailable when the lane is closed."""
+        if self._is_driven_here:
+            self._as_driver(lambda: self._obey(command))
+            return
         with self._door:
             if not self._is_open:
                 raise unavailable("the engine is closed")
@@ -65,6 +78,69 @@ class Lane:
         """For what closing does by itself."""
         with contextlib.suppress(DataPathUnavailable):
             self.submit(command)
+
+    @contextlib.contextmanager
+    def driven(self) -> Iterator[None]:
+        """The calling thread drives the worker meanwhile, unless another one does.
+
+        It looks after all that is under way while it submits and waits, and nobody does while it copies.
+        """
+        if self._driver or not self._turn.acquire(timeout=TURN_S):
+            yield
+            return
+        if not self._is_open:
+            self._turn.release()
+            yield
+            return
+        self._driver = threading.get_ident()
+        try:
+            yield
+        finally:
+            if self._is_driven_here:
+                self._as_driver(self._hand_over)
+            if self._is_driven_here:
+                self._leave()
+
+    def wait(self, ending: Ending, seconds: float) -> None:
+        """Until it is resolved. Raises its error, or TimeoutError."""
+        until = time.monotonic() + seconds
+        while self._is_driven_here and not ending.done() and time.monotonic() < until:
+            self._as_driver(lambda: self._advance(ending, until))
+        ending.result(max(0.0, until - time.monotonic()))
+
+    @property
+    def _is_driven_here(self) -> bool:
+        return self._driver == threading.get_ident()
+
+    def _as_driver(self, step: Callable[[], None]) -> None:
+        """What must not happen ends the lane, as it does on the lane's own thread."""
+        try:
+            step()
+        except Exception as error:  # noqa: BLE001  raised again on the lane's thread
+            self._failure = error
+            self._library.signal(self._handle)
+            self._leave()
+
+    def _advance(self, ending: Ending, until: float) -> None:
+        """Do what there is to do, or wait for it."""
+        self._obey()
+        self.state.step()
+        if ending.done() or (WATCH_S and self._watch()) or not self._is_quiet() or ending.done():
+            return
+        left_ms = max(1, int((until - time.monotonic()) * 1000))
+        wait_ms = self.state.wait_ms()
+        self._sleep(left_ms if wait_ms < 0 else min(wait_ms, left_ms))
+
+    def _hand_over(self) -> None:
+        """The lane's thread may be asleep: whatever comes from now on wakes it."""
+        while not self._is_quiet():
+            pass
+        if self.state.wait_ms() >= 0 or self.state.is_stopped:
+            self._library.signal(self._handle)
+
+    def _leave(self) -> None:
+        self._driver = 0
+        self._turn.release()
 
     def _run(self, started: Future[None]) -> None:
         state = self.state
@@ -80,31 +156,60 @@ class Lane:
         except Exception:
             logger.exception("The UCX thread has failed; what it had under way fails with it")
         finally:
-            # From here on nobody may signal the worker any more.
-            with self._door:
-                self._is_open = False
-            state.stop(0)
-            self._obey()
-            state.destroy()
+            with self._turn:
+                # From here on nobody may signal the worker any more.
+                with self._door:
+                    self._is_open = False
+                state.stop(0)
+                self._obey()
+                state.destroy()
 
     def _loop(self, state: UcxState) -> None:
         while True:
-            self._obey()
-            state.step()
-            if state.is_stopped:
-                return
-            if not (self._watches and state.is_fetching and self._moves(state.worker)):
-                # Returns at once while there is progress, else sleeps until an event or a signal.
-                state.worker.progress_worker_event(state.wait_ms())
+            with self._turn:
+                if self._failure is not None:
+                    raise self._failure
+                is_quiet = self._is_quiet()
+                if state.is_stopped:
+                    return
+                if is_quiet and self._watches and state.is_receiving and self._watch():
+                    continue
+                wait_ms = state.wait_ms()
+            if is_quiet:
+                self._sleep(wait_ms)
 
-    def _moves(self, worker: Any) -> bool:
-        """Look for a moment whether anything comes, or is to be done. Without sleeping: see WATCH_S."""
+    def _is_quiet(self) -> bool:
+        """Do what there is to do. True: there was nothing, and whatever comes now wakes `_sleep`."""
+        self._obey()
+        self.state.step()
+        worker = self.state.worker
+        return not worker.progress_once() and worker.arm() and not self._commands
+
+    def _watch(self) -> bool:
+        """Look for a moment whether anything comes, or is to be done, without sleeping: see WATCH_S.
+
+        A driver waits for the first that comes. The lane's own thread takes in what else comes with it.
+        """
+        worker = self.state.worker
         until = time.perf_counter() + WATCH_S
-        moved = False
-        while time.perf_counter() < until and not self._commands:
-            moved = bool(worker.progress_once()) or moved
-        return moved or bool(self._commands)
+        has_moved = False
+        while not self._commands and time.perf_counter() < until:
+            if not worker.progress_once():
+                os.sched_yield()
+            elif self._driver:
+                return True
+            else:
+                has_moved = True
+        return has_moved or bool(self._commands)
 
-    def _obey(self) -> None:
+    def _sleep(self, milliseconds: int) -> None:
+        """Until an event or a signal, or so long; -1 is for ever."""
+        events = select.poll()
+        events.register(self.state.worker.epoll_file_descriptor, select.POLLIN)
+        events.poll(milliseconds)
+
+    def _obey(self, last: Callable[[], None] | None = None) -> None:
         while self._commands:
             self._commands.popleft()()
+        if last is not None:
+            last()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import time
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, Final
 
 from kvwire.errors import TransferFailed
+from kvwire.transfer.ending import Ending
 
 if TYPE_CHECKING:
     from kvwire.errors import KvwireError
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 class UcxOp:
-    """One send or receive. `future` is resolved on the engine's thread, with None or a KvwireError.
+    """One send or receive. `ending` is resolved by whoever drives the engine, with None or a KvwireError.
 
-    The buffer is kept alive until UCX is done with it, whatever happens to the future.
+    The buffer is kept alive until UCX is done with it, whatever its ending says.
     """
 
     __slots__ = (
@@ -24,7 +24,7 @@ class UcxOp:
         "array",
         "buffer",
         "cancelled",
-        "future",
+        "ending",
         "give_up_at",
         "is_send",
         "peer",
@@ -44,14 +44,18 @@ class UcxOp:
         self.request: Any = None
         self.cancelled = False
         self.give_up_at: float | None = None
-        self.future: Future[None] = Future()
+        self.ending: Final = Ending()
 
     @property
     def nbytes(self) -> int:
         return int(self.array.nbytes)
 
+    def wait(self, seconds: float) -> None:
+        """Until it has ended. Raises its error, or TimeoutError."""
+        self._engine.wait(self, seconds)
+
     def cancel(self) -> None:
-        """Ask for an end. The future is resolved when the buffer is not touched any more, and not before.
+        """Ask for an end. The operation has ended when the buffer is not touched any more, and not before.
 
         A receive that no message has come for ends at once. UCX cannot take back a send, nor a receive that
         has begun: they end when the other side has taken or dropped the message, or with the peer.
@@ -64,13 +68,8 @@ class UcxOp:
         self.give_up_at = at if self.give_up_at is None else min(at, self.give_up_at)
 
     def finish(self, error: KvwireError | None) -> None:
-        """Resolve the future, once."""
-        if self.future.done():
-            return
-        if error is None:
-            self.future.set_result(None)
-        else:
-            self.future.set_exception(error)
+        """Resolve its ending, once."""
+        self.ending.resolve(error)
 
 
 class Peer:

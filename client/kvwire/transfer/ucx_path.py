@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from kvwire.transfer.base import ByteArray, Drain, Fill, Slot, Ticket
     from kvwire.transfer.ucx import Peer, UcxEngine, UcxOp
 
-DEFAULT_PIECE_BYTES: Final = 4 << 20
+DEFAULT_PIECE_BYTES: Final = 2 << 20
 STAGING_PIECES: Final = 2
 LOCAL_CHECK_SHARE: Final = 1 / 32
 MOST_SAID: Final = 64
@@ -84,7 +84,7 @@ class UcxPath:
         self, ticket: Ticket, fill: Fill, deadline: float, *, with_checksum: bool = False
     ) -> list[SlotResult]:
         self._raise_if_lost()
-        with self._out as staging:
+        with self._out as staging, self._engine.driven():
             run = _Write(self.name, ticket, deadline)
             hashes = {slot.index: Checksum() for slot in ticket.slots} if with_checksum else {}
             for piece in _pieces_of(ticket):
@@ -106,7 +106,7 @@ class UcxPath:
 
     def read(self, ticket: Ticket, drain: Drain, deadline: float) -> list[SlotResult]:
         self._raise_if_lost()
-        with self._in as staging:
+        with self._in as staging, self._engine.driven():
             run = _Read(self.name, ticket, deadline, self._check)
             todo = _pieces_of(ticket)
             left_out = False
@@ -137,7 +137,8 @@ class UcxPath:
             return False
         said = self._said.pop(ticket.lease_id, None) or self._say(ticket)
         self._said.pop(ticket.lease_id, None)
-        return said is not None and said.wait(min(left, ANSWER_S))
+        with self._engine.driven():
+            return said is not None and said.wait(min(left, ANSWER_S))
 
     def _say(self, ticket: Ticket) -> Said | None:
         if not ticket.arrival_word:
@@ -288,7 +289,7 @@ class _Run:
         """The oldest piece, when it has moved. None when it has failed: its buffer is taken care of."""
         moving = self.moving.popleft()
         try:
-            moving.op.future.result(seconds_left(self._deadline))
+            moving.op.wait(seconds_left(self._deadline))
         except FutureTimeoutError:
             self.fail(moving.piece.slot, timed_out(self._name, moving.piece.slot))
             moving.op.cancel()
@@ -302,8 +303,8 @@ class _Run:
 
     @staticmethod
     def _settle(moving: _Moving, staging: _Staging) -> None:
-        # UCX may go on for a while with an operation whose future has failed already.
-        if moving.op.future.done() and moving.op.request is None:
+        # UCX may go on for a while with an operation that has failed here already.
+        if moving.op.ending.done() and moving.op.request is None:
             staging.give(moving.buffer)
         else:
             staging.replace()

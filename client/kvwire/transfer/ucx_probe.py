@@ -18,6 +18,7 @@ from kvwire.transfer.memory import anonymous
 from kvwire.transfer.ucx_state import unavailable
 
 if TYPE_CHECKING:
+    from kvwire.transfer.ending import Ending
     from kvwire.transfer.ucx import Peer, UcxEngine, UcxOp
 
 PROBE_BYTES: Final = 1 << 20
@@ -37,8 +38,8 @@ class ProbeServer:
         self._tag = tag
         self._echo: UcxOp = engine.recv(tag + 1, self._back, peer)
         self._probe: UcxOp = peer.send(tag, self._sent)
-        self._probe.future.add_done_callback(self._probe_sent)
-        self._echo.future.add_done_callback(self._echo_came)
+        self._probe.ending.add_done_callback(self._probe_sent)
+        self._echo.ending.add_done_callback(self._echo_came)
 
     def cancel(self) -> None:
         """Give it up: no answer in time, or the client has gone."""
@@ -46,12 +47,12 @@ class ProbeServer:
         self._probe.cancel()
         self._echo.cancel()
 
-    def _probe_sent(self, sent: Future[None]) -> None:
+    def _probe_sent(self, sent: Ending) -> None:
         if sent.exception() is not None:
             self._end(sent.exception())
             self._echo.cancel()
 
-    def _echo_came(self, echo: Future[None]) -> None:
+    def _echo_came(self, echo: Ending) -> None:
         error = echo.exception()
         if error is None and not np.array_equal(self._sent, self._back):
             error = TransferFailed("The probe came back with other bytes.", path="ucx", cause="probe")
@@ -83,7 +84,7 @@ def probe_client(engine: UcxEngine, peer: Peer, tag: int, nbytes: int, timeout: 
 
 def _wait(op: UcxOp, timeout: float) -> None:
     try:
-        op.future.result(timeout)
+        op.ending.result(timeout)
     except FutureTimeoutError:
         op.cancel()
         raise

@@ -147,9 +147,9 @@ class UcxState:
             op.give_up_within(seconds)
 
     @property
-    def is_fetching(self) -> bool:
-        """Some message of another server is on its way to here."""
-        return any(not op.is_send and op.tag >> tags.KIND_SHIFT == tags.Kind.PEER for op in self._active)
+    def is_receiving(self) -> bool:
+        """Some message is on its way to here."""
+        return any(not op.is_send for op in self._active)
 
     @property
     def is_stopped(self) -> bool:

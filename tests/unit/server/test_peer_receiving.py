@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,6 +13,7 @@ import pytest
 from kvwire.errors import ChecksumMismatch, TransferFailed
 from kvwire.server.peers.receiving import Part
 from kvwire.transfer.checksum import checksum
+from kvwire.transfer.ending import Ending
 
 PIECE = 1000
 
@@ -21,13 +22,13 @@ def part_of(pieces, *, told=None):
     data = np.random.default_rng(pieces).integers(0, 256, pieces * PIECE, dtype=np.uint8)
     part = Part((3, 0), memoryview(data), 100, told or checksum(data))
     part.ops = [
-        SimpleNamespace(future=Future(), buffer=data[i * PIECE : (i + 1) * PIECE]) for i in range(pieces)
+        SimpleNamespace(ending=Ending(), buffer=data[i * PIECE : (i + 1) * PIECE]) for i in range(pieces)
     ]
     return part
 
 
 def come(part, index):
-    part.ops[index].future.set_result(None)
+    part.ops[index].ending.resolve()
     return part.advance()
 
 
@@ -48,7 +49,7 @@ def test_other_bytes_are_found_out():
 def test_behind_a_piece_that_has_failed_nothing_is_hashed():
     part = part_of(3)
     assert not come(part, 0)
-    part.ops[1].future.set_exception(TransferFailed("no", path="ucx", cause="test"))
+    part.ops[1].ending.resolve(TransferFailed("no", path="ucx", cause="test"))
     assert not part.advance()
     assert not come(part, 2)
 

@@ -99,7 +99,7 @@ def test_bytes_go_both_ways(engine, kind, start, nbytes):
     buffer = np.zeros(nbytes, dtype=np.uint8)
     op = engine.recv(TAG, buffer, peer)
     assert child.ask(do="send", tag=TAG, nbytes=nbytes, seed=3) == {}
-    op.future.result(20)
+    op.ending.result(20)
     assert (buffer == pattern(3, nbytes)).all()
     peer.send(TAG + 1, buffer)
     assert child.ask(do="recv", tag=TAG + 1, nbytes=nbytes, seed=3) == {"same": True}
@@ -113,11 +113,11 @@ def test_another_length_than_agreed_fails_and_leaves_the_buffer(engine, kind, st
     op = engine.recv(TAG, buffer, peer)
     child.ask(do="send", tag=TAG, nbytes=got, seed=3)
     with pytest.raises(TransferFailed, match=f"{got} bytes"):
-        op.future.result(20)
+        op.ending.result(20)
     assert (buffer == 7).all()
     op = engine.recv(TAG + 1, buffer, peer)
     child.ask(do="send", tag=TAG + 1, nbytes=MIB, seed=4)
-    op.future.result(20)
+    op.ending.result(20)
     assert (buffer == pattern(4, MIB)).all()
 
 
@@ -125,7 +125,7 @@ def test_receive_that_nothing_has_come_for_is_cancelled_at_once(engine, kind):
     op = engine.recv(TAG, np.zeros(MIB, dtype=np.uint8))
     op.cancel()
     with pytest.raises(TransferFailed, match="cancelled"):
-        op.future.result(2)
+        op.ending.result(2)
 
 
 def test_messages_of_an_ended_lease_are_dropped_and_others_are_not_held_up(engine, kind, start):
@@ -141,9 +141,9 @@ def test_messages_of_an_ended_lease_are_dropped_and_others_are_not_held_up(engin
     buffer = np.zeros(MIB, dtype=np.uint8)
     op = engine.recv(other, buffer, peer)
     child.ask(do="send", tag=other, nbytes=MIB, seed=5, wait=False)
-    op.future.result(20)
+    op.ending.result(20)
     assert (buffer == pattern(5, MIB)).all()
-    engine.recv(early, buffer, peer).future.result(20)
+    engine.recv(early, buffer, peer).ending.result(20)
     assert (buffer == pattern(1, MIB)).all()
     assert child.ask(do="wait") == {}  # the sender of the dropped message is done with it too
 
@@ -155,7 +155,7 @@ def test_pieces_may_be_received_in_any_order(engine, kind, start):
         child.ask(do="send", tag=TAG + piece, nbytes=MIB, seed=piece, wait=False)
     for piece in (5, 0, 3, 1, 4, 2):
         buffer = np.zeros(MIB, dtype=np.uint8)
-        engine.recv(TAG + piece, buffer, peer).future.result(20)
+        engine.recv(TAG + piece, buffer, peer).ending.result(20)
         assert (buffer == pattern(piece, MIB)).all()
     assert child.ask(do="wait") == {}
 
@@ -167,7 +167,7 @@ def test_many_messages_at_once(engine, kind, start):
         child.tell(do="recv", tag=TAG + piece, nbytes=MIB, seed=1, wait=False)
     ops = [peer.send(TAG + piece, pattern(1, MIB)) for piece in range(64)]
     for op in ops:
-        op.future.result(30)
+        op.ending.result(30)
     for _ in range(64):
         child.answer()
     assert child.ask(do="wait") == {}
@@ -190,11 +190,11 @@ def test_bl73_cancel_a_large_transfer_a_hundred_times(engine, kind, start):
         del buffer  # UCX keeps what it still needs
         engine.discard(tag)
         with pytest.raises(TransferFailed):
-            op.future.result(20)
+            op.ending.result(20)
     buffer = np.zeros(MIB, dtype=np.uint8)
     op = engine.recv(tags.encode(Kind.STORE, 999), buffer, peer)
     child.ask(do="send", tag=tags.encode(Kind.STORE, 999), nbytes=MIB, seed=2, wait=False)
-    op.future.result(20)
+    op.ending.result(20)
     assert (buffer == pattern(2, MIB)).all()
     assert child.ask(do="wait") == {}
 
@@ -221,7 +221,7 @@ def test_bl73_killed_peer_fails_its_own_transfers_and_nobody_else_s(engine, kind
             tag = tags.encode(Kind.PEER, 1, len(rounds))
             received = engine.recv(tag, back, kept)
             assert other.ask(do="send", tag=tag, nbytes=MIB, seed=len(rounds)) == {}
-            received.future.result(20)
+            received.ending.result(20)
             rounds.append(bool((back == pattern(len(rounds), MIB)).all()))
 
     thread = threading.Thread(target=traffic)
@@ -233,7 +233,7 @@ def test_bl73_killed_peer_fails_its_own_transfers_and_nobody_else_s(engine, kind
     before = len(rounds)
     for each in (op, waiting):
         try:
-            each.future.result(5)
+            each.ending.result(5)
         except TransferFailed:
             pass
         else:
@@ -245,7 +245,7 @@ def test_bl73_killed_peer_fails_its_own_transfers_and_nobody_else_s(engine, kind
     thread.join()
     assert all(rounds)
     with pytest.raises(TransferFailed):
-        lost.send(TAG, buffer[:MIB]).future.result(5)
+        lost.send(TAG, buffer[:MIB]).ending.result(5)
 
 
 def test_bl73_death_of_a_remote_peer_is_seen_without_being_told(start):
@@ -253,11 +253,11 @@ def test_bl73_death_of_a_remote_peer_is_seen_without_being_told(start):
     child = start("remote")
     peer = joined(engine, child)
     child.ask(do="send", tag=TAG + 1, nbytes=MIB, seed=1, wait=False)
-    engine.recv(TAG + 1, np.zeros(MIB, dtype=np.uint8), peer).future.result(20)
+    engine.recv(TAG + 1, np.zeros(MIB, dtype=np.uint8), peer).ending.result(20)
     op = engine.recv(TAG, np.zeros(MIB, dtype=np.uint8), peer)
     child.kill()
     with pytest.raises(TransferFailed):
-        op.future.result(10)
+        op.ending.result(10)
     assert peer.lost
     engine.close()
 
@@ -271,7 +271,7 @@ def test_a_transfer_that_stands_still_is_not_watched_for_ever(start):
     tag = tags.encode(Kind.PEER, 7)
     child.ask(do="send", tag=tag, nbytes=size, seed=1, wait=False)
     op = engine.recv(tag, buffer, peer)
-    while not engine._lanes[0].state.is_fetching:
+    while not engine._lanes[0].state.is_receiving:
         time.sleep(0.0005)
     os.kill(child.pid, signal.SIGSTOP)
     try:
@@ -279,10 +279,10 @@ def test_a_transfer_that_stands_still_is_not_watched_for_ever(start):
         spent = time.process_time()
         time.sleep(1)
         assert time.process_time() - spent < 0.5
-        assert not op.future.done()
+        assert not op.ending.done()
     finally:
         os.kill(child.pid, signal.SIGCONT)
-    op.future.result(20)
+    op.ending.result(20)
     assert (buffer == pattern(1, size)).all()
     engine.close()
 
@@ -298,7 +298,7 @@ def test_bl73_close_with_eight_transfers_open(kind, start):
     assert time.monotonic() - began < 4.5
     for op in ops:
         with pytest.raises(TransferFailed):
-            op.future.result(0)
+            op.ending.result(0)
     with pytest.raises(DataPathUnavailable):
         engine.recv(TAG, anonymous(MIB))
     engine.close()
@@ -314,7 +314,7 @@ def test_bl73_first_transfer_after_30_s_of_silence(engine, kind, start):
         op = engine.recv(tag, buffer, peer)
         began = time.monotonic()
         child.ask(do="send", tag=tag, nbytes=4 * MIB, seed=tag & 0xFF)
-        op.future.result(20)
+        op.ending.result(20)
         return time.monotonic() - began
 
     transfer(TAG)

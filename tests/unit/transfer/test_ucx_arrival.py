@@ -191,7 +191,7 @@ def test_an_arrival_that_is_refused_is_none(sides):
 def test_an_arrival_before_the_pieces_waits_for_them(sides):
     ticket = sides.open()
     sides.say(ticket)
-    wait_until(sides.opened.arrival.future.done)
+    wait_until(sides.opened.arrival.ending.done)
     assert sides.said == []
     sides.write(ticket)
     assert sides.heard.wait(10)
@@ -228,8 +228,8 @@ def test_an_answer_that_does_not_come_is_given_up_and_a_late_one_harms_nobody(si
     ucx_arrival.answer(sides.to_client, LEASE, committed=True)
     buffer = np.zeros(100, np.uint8)
     waiting = sides.client.recv(tags.encode(Kind.RETRIEVE, LEASE + 1), buffer)
-    sides.to_client.send(tags.encode(Kind.RETRIEVE, LEASE + 1), np.ones(100, np.uint8)).future.result(5)
-    waiting.future.result(5)
+    sides.to_client.send(tags.encode(Kind.RETRIEVE, LEASE + 1), np.ones(100, np.uint8)).ending.result(5)
+    waiting.ending.result(5)
     assert buffer.all()
 
 

@@ -110,7 +110,7 @@ class Server:
     def wait(self):
         try:
             while self.ops:
-                self.ops.pop(0).future.result(20)
+                self.ops.pop(0).ending.result(20)
         except Exception as error:  # noqa: BLE001
             return {"error": f"{type(error).__name__}: {error}"}
         return {}

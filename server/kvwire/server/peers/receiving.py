@@ -18,8 +18,9 @@ from kvwire.transfer.checksum import Checksum, mismatch
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
-    from concurrent.futures import Future, ThreadPoolExecutor
+    from concurrent.futures import ThreadPoolExecutor
 
+    from kvwire.transfer.ending import Ending
     from kvwire.transfer.ucx import Peer, UcxEngine, UcxOp
 
 
@@ -66,8 +67,8 @@ class Part:
         position = self._hashed
         if position == len(self.ops):
             return False
-        future = self.ops[position].future
-        return future.done() and future.exception() is None
+        ending = self.ops[position].ending
+        return ending.done() and ending.exception() is None
 
     def verdict(self, path: str) -> KvwireError | None:
         """When all has been hashed."""
@@ -110,7 +111,7 @@ class Receiving:
             part.ops = [next(ops) for _ in mine]
         for part in parts:
             for op in part.ops:
-                op.future.add_done_callback(self._watcher(part))
+                op.ending.add_done_callback(self._watcher(part))
 
     @property
     def first_tag(self) -> int:
@@ -140,11 +141,11 @@ class Receiving:
     @property
     def is_over(self) -> bool:
         """Whether nothing touches the memory of any part any more."""
-        return all(op.future.done() and op.request is None for part in self._parts for op in part.ops)
+        return all(op.ending.done() and op.request is None for part in self._parts for op in part.ops)
 
-    def _watcher(self, part: Part) -> Callable[[Future[None]], None]:
-        def ended(future: Future[None]) -> None:
-            error = future.exception()
+    def _watcher(self, part: Part) -> Callable[[Ending], None]:
+        def ended(ending: Ending) -> None:
+            error = ending.exception()
             if error is not None:
                 self._tell(part, _typed(error))
                 return
