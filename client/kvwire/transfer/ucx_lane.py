@@ -59,6 +59,7 @@ class Lane:
         self._door = threading.Lock()
         self._turn = threading.Lock()
         self._driver = 0
+        self._is_stepping = False
         self._failure: Exception | None = None
         self._handle = 0
         self._is_open = True
@@ -70,7 +71,9 @@ class Lane:
     def submit(self, command: Callable[[], None]) -> None:
         """Raises DataPathUnavailable when the lane is closed."""
         if self._is_driven_here:
-            self._as_driver(lambda: self._obey(command))
+            self._commands.append(command)
+            if not self._is_stepping:  # else an operation's ending has led here: its step goes on first
+                self._as_driver(self._obey)
             return
         with self._door:
             if not self._is_open:
@@ -118,12 +121,15 @@ class Lane:
 
     def _as_driver(self, step: Callable[[], None]) -> None:
         """What must not happen ends the lane, as it does on the lane's own thread."""
+        self._is_stepping = True
         try:
             step()
         except Exception as error:  # noqa: BLE001  raised again on the lane's thread
             self._failure = error
             self._library.signal(self._handle)
             self._leave()
+        finally:
+            self._is_stepping = False
 
     def _advance(self, ending: Ending, until: float) -> None:
         """Do what there is to do, or wait for it."""
@@ -136,10 +142,8 @@ class Lane:
         self._sleep(left_ms if wait_ms < 0 else min(wait_ms, left_ms))
 
     def _hand_over(self) -> None:
-        """The lane's thread may be asleep: whatever comes from now on wakes it."""
-        while not self._is_quiet():
-            pass
-        if self.state.wait_ms() >= 0 or self.state.is_stopped:
+        """The lane's thread may be asleep. Whatever comes from now on wakes it, and what is left does."""
+        if not self._is_quiet() or self.state.wait_ms() >= 0 or self.state.is_stopped:
             self._library.signal(self._handle)
 
     def _leave(self) -> None:
@@ -215,8 +219,6 @@ class Lane:
         events.register(self.state.worker.epoll_file_descriptor, select.POLLIN)
         events.poll(milliseconds)
 
-    def _obey(self, last: Callable[[], None] | None = None) -> None:
+    def _obey(self) -> None:
         while self._commands:
             self._commands.popleft()()
-        if last is not None:
-            last()
