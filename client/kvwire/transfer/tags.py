@@ -72,6 +72,16 @@ def lease_prefix(tag: int) -> int:
     return tag & LEASE_MASK
 
 
+def lane(tag: int, lanes: int) -> int:
+    """The number of the worker that a message goes to and comes from, at a side that has so many.
+
+    Between servers by piece, over all of them. What clients store and retrieve uses the first half, since for
+    every thread that copies here a client has one that gathers or scatters.
+    """
+    used = lanes if tag >> KIND_SHIFT == Kind.PEER else max(1, lanes // 2)
+    return (tag & MAX_PIECE) % used
+
+
 def piece_count(size_bytes: int, piece_bytes: int) -> int:
     """How many pieces an object of this size moves in."""
     return -(-size_bytes // piece_bytes)

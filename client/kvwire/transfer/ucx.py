@@ -140,7 +140,7 @@ class UcxEngine:
                 self._submit(lane, partial(_begin_all, lane, mine, begin))
 
     def _lane(self, tag: int) -> Lane:
-        return self._lanes[(tag & tags.MAX_PIECE) % len(self._lanes)]
+        return self._lanes[tags.lane(tag, len(self._lanes))]
 
     def _submit(self, lane: Lane, command: Callable[[], None]) -> None:
         if self._pid != os.getpid():

@@ -262,7 +262,7 @@ class UcxState:
         if not endpoints:
             op.finish(lost_peer(peer))
             return False
-        endpoint = endpoints[(op.tag & tags.MAX_PIECE) % len(endpoints)]
+        endpoint = endpoints[tags.lane(op.tag, len(endpoints))]
         return self._post(op, lambda: endpoint.tag_send(op.array, self._lib.api.UCXXTag(op.tag)))
 
     def _send_next(self, ended: UcxOp) -> None:

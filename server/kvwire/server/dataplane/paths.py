@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from kvwire.transfer.arena import GrowingArena
 
 LOCAL_LANES: Final = 4
-"""Threads at most that copy between processes of this host, where the kernel goes page by page: one for every
-second processor, since at the other end somebody gathers or scatters at the same time."""
+"""Threads at most that copy between processes of this host, where the kernel goes page by page."""
 
 
 def make_plane(config: ServerConfig, arena: GrowingArena, host_id: str) -> DataPlane:
@@ -51,5 +50,5 @@ def _ucx_options(name: str, config: ServerConfig) -> UcxOptions:
     devices = tuple(part.strip() for part in config.ucx_net_devices.split(",") if part.strip())
     net.check_devices(devices, "--ucx-net-devices")
     kind: Literal["local", "remote"] = "local" if name == "ucx-local" else "remote"
-    lanes = max(1, min(LOCAL_LANES, len(os.sched_getaffinity(0)) // 2)) if kind == "local" else 1
+    lanes = min(LOCAL_LANES, len(os.sched_getaffinity(0))) if kind == "local" else 1
     return UcxOptions(kind=kind, role="server", devices=devices, setting="--ucx-net-devices", lanes=lanes)
