@@ -45,3 +45,11 @@ def test_first_tags_number_the_pieces_of_a_lease_through():
 def test_lease_with_more_pieces_than_tags():
     with pytest.raises(InvalidArgument):
         tags.first_tags(Kind.STORE, 9, [1 << 25], 1)
+
+
+@pytest.mark.parametrize("kind", Kind)
+@pytest.mark.parametrize(("lanes", "used"), [(1, 1), (2, 1), (3, 1), (4, 2), (64, 32)])
+def test_messages_are_spread_over_the_workers_of_a_side(kind, lanes, used):
+    used = lanes if kind is Kind.PEER else used
+    found = [tags.lane(tags.encode(kind, 5, piece), lanes) for piece in range(200)]
+    assert found == [piece % used for piece in range(200)]

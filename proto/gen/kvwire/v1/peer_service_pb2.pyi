@@ -112,8 +112,8 @@ class LookupAndLeaseResponse(_message.Message):
     what this server has reach together.
     """
     ucx_address: _builtins.bytes
-    """ucx_address is the xxh3-128 (16 bytes) of this server's UCX worker address for
-    the chosen path, and then that address.
+    """ucx_address are this server's UCX workers for the chosen path, sealed as
+    docs/protocol.md tells.
     """
     @_builtins.property
     def ticket(self) -> _transfer_pb2.Ticket:

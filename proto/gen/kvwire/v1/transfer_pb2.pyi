@@ -75,9 +75,9 @@ class DataPathOffer(_message.Message):
     its own; equality is not taken as proof, the probe is. At most 128 bytes.
     """
     ucx_address: _builtins.bytes
-    """ucx_address is the xxh3-128 (16 bytes) of the client's UCX worker address for
-    this path, and then that address: UCX ends a process that gives it bytes which
-    are no address. Empty for paths other than UCX. At most 16 KiB.
+    """ucx_address are the client's UCX workers for this path, sealed as
+    docs/protocol.md tells: UCX ends a process that gives it bytes which are no
+    address. Empty for paths other than UCX. At most 16 KiB.
     """
     def __init__(
         self,
@@ -146,8 +146,8 @@ class UcxAccess(_message.Message):
     PROBE_TAG_FIELD_NUMBER: _builtins.int
     PROBE_BYTES_FIELD_NUMBER: _builtins.int
     address: _builtins.bytes
-    """address is the xxh3-128 (16 bytes) of the server's UCX worker address for the
-    chosen path, and then that address.
+    """address are the server's UCX workers for the chosen path, sealed as
+    docs/protocol.md tells.
     """
     probe_tag: _builtins.int
     """probe_tag is the tag of the probe. The server sends probe_bytes bytes under
