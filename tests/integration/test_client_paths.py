@@ -201,7 +201,9 @@ def test_a_full_server_says_so_and_keeps_its_promises(client, request):
         no_leases(client)
 
 
-def test_bl59_two_million_tokens_and_more(client):
+def test_bl59_two_million_tokens_and_more(server, client):
+    with Client(server.address) as other:
+        other.negotiate(64)  # `client` has not, so it knows no limits yet
     found = client.lookup(Namespace("nobody"), b"\x07\x00\x00\x00" * 2_000_000)
     assert (found.asked_chunks, found.hit_chunks) == (31_250, 0)
     with pytest.raises(errors.MessageTooLarge) as caught:
