@@ -202,12 +202,37 @@ class UcxRig(Rig):
         self.plane.cancel(self._leases).result(5)
 
 
+class Beside:
+    """A fill that says that other threads may run it."""
+
+    threads = 2
+
+    def __init__(self, fill):
+        self._fill = fill
+
+    def __call__(self, *args):
+        return self._fill(*args)
+
+    def __getattr__(self, name):
+        return getattr(self._fill, name)
+
+
+class AheadRig(UcxRig):
+    """Pieces are gathered on another thread while one is sent."""
+
+    def __init__(self, stack):
+        super().__init__(stack, "remote")
+        write = self.path.write
+        self.path.write = lambda ticket, fill, deadline, **more: write(ticket, Beside(fill), deadline, **more)
+
+
 RIGS = {
     "inproc": InprocRig,
     "shm": ShmRig,
     "inline": InlineRig,
     "ucx-local": lambda stack: UcxRig(stack, "local"),
     "ucx-remote": lambda stack: UcxRig(stack, "remote"),
+    "ucx-ahead": AheadRig,
     "ucx-lanes": lambda stack: UcxRig(stack, "local", lanes=3),
 }
 
@@ -218,7 +243,7 @@ def rig(request):
         yield RIGS[request.param](stack)
 
 
-@pytest.fixture(params=["ucx-local", "ucx-remote", "ucx-lanes"])
+@pytest.fixture(params=["ucx-local", "ucx-remote", "ucx-ahead", "ucx-lanes"])
 def ucx_rig(request):
     with ExitStack() as stack:
         yield RIGS[request.param](stack)

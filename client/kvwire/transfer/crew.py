@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+    from concurrent.futures import Future
 
 NAME: Final = "kvwire-crew"
 MOST: Final = 4
@@ -22,6 +23,28 @@ SPLIT_BYTES: Final = 4 << 20
 def default_threads() -> int:
     """Threads of one copy, the caller's included: as many as processors may be used here, up to `MOST`."""
     return min(MOST, len(os.sched_getaffinity(0)))
+
+
+class Begun:
+    """A job that its owner needs later: `finish` or `drop` it. Without a `future` nobody else has it."""
+
+    __slots__ = ("_future", "_job")
+
+    def __init__(self, job: Callable[[], None], future: Future[None] | None = None) -> None:
+        self._job = job
+        self._future = future
+
+    def finish(self) -> None:
+        """Run it where nobody has begun it, or wait for whoever has. Raises what it raises."""
+        if self._future is None or self._future.cancel():
+            self._job()
+        else:
+            self._future.result()
+
+    def drop(self) -> None:
+        """It is not needed any more: return when nobody runs it."""
+        if self._future is not None and not self._future.cancel():
+            wait([self._future])
 
 
 class Crew:
@@ -54,6 +77,10 @@ class Crew:
             wait(running)
         for each in running:
             each.result()
+
+    def begin(self, job: Callable[[], None]) -> Begun:
+        """Run it beside the caller, if a thread is free before the caller needs it."""
+        return Begun(job, self._started().submit(self._work, deque([job])))
 
     def later(self, job: Callable[[], None]) -> None:
         """Something short that nobody waits for."""

@@ -32,9 +32,6 @@ WATCH_S: Final = 200e-6 if len(os.sched_getaffinity(0)) > 1 else 0.0
 Who sleeps has to be woken, by the side that moves the bytes, and the kernel then likes to run both on one
 processor. A thread that watches gives its processor to any other that has work.
 """
-BATCH: Final = {"local": 8, "remote": 1}
-"""Steps of UCX before anything else is looked at. Within a host each copies 512 KiB of what is known already;
-from another one each may bring the next message."""
 TURN_S: Final = 0.001
 """How long one who wants to drive waits for the lane's own thread, which is seldom busy for longer."""
 
@@ -52,7 +49,8 @@ class Lane:
     ) -> None:
         self.state: Final = UcxState(library, options, lost)
         self.address = b""
-        self._batch = BATCH[options.kind]
+        # Within a host a step copies 512 KiB of what is known already; else it may bring the next message.
+        self._takes_all = options.kind == "local"
         self._watches = options.kind == "remote" and WATCH_S > 0
         self._library = library
         self._commands: deque[Callable[[], None]] = deque()
@@ -191,10 +189,11 @@ class Lane:
         self._obey()
         self.state.step()
         worker = self.state.worker
-        moves = 0
-        while moves < self._batch and worker.progress_once():
-            moves += 1
-        return not moves and worker.arm() and not self._commands
+        if worker.progress_once():
+            if self._takes_all:
+                worker.progress()
+            return False
+        return worker.arm() and not self._commands
 
     def _watch(self) -> bool:
         """Look for a moment whether anything comes, or is to be done, without sleeping: see WATCH_S.

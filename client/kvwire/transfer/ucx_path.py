@@ -8,8 +8,11 @@ processor's cache.
 
 from __future__ import annotations
 
+import contextlib
 import time
-from typing import TYPE_CHECKING, Final
+from collections import deque
+from functools import partial
+from typing import TYPE_CHECKING, Final, NamedTuple
 
 from kvwire.errors import DataPathUnavailable, KvwireError
 from kvwire.transfer.base import (
@@ -20,22 +23,36 @@ from kvwire.transfer.base import (
     SlotResult,
     is_complete,
     slot_error,
+    threads_of,
     timed_out,
 )
 from kvwire.transfer.checksum import Checksum
+from kvwire.transfer.crew import Begun, crew
 from kvwire.transfer.ucx_arrival import Said
 from kvwire.transfer.ucx_runs import Moving, Piece, ReadRun, Staging, WriteRun, pieces_of
 
 if TYPE_CHECKING:
+    from collections.abc import Generator
+
     from kvwire.transfer.base import ByteArray, Drain, Fill, Ticket
     from kvwire.transfer.ucx import Peer, UcxEngine
 
 DEFAULT_PIECE_BYTES: Final = 2 << 20
 STAGING_PIECES: Final = 2
+AHEAD: Final = {"local": 0, "remote": 1}
+"""Pieces that another thread gathers while one is sent. To another host that takes all of a thread's time;
+within a host the receiver copies, and the sender has nothing else to do."""
 LOCAL_CHECK_SHARE: Final = 1 / 32
 MOST_SAID: Final = 64
 ANSWER_S: Final = 5.0
 """How long a server may take to commit; one that hangs is found out sooner."""
+
+
+class _Gathering(NamedTuple):
+    piece: Piece
+    buffer: ByteArray
+    part: ByteArray
+    begun: Begun
 
 
 class UcxPath:
@@ -56,7 +73,8 @@ class UcxPath:
         local = engine.options.kind == "local"
         self._check = ReadCheck((LOCAL_CHECK_SHARE if local else 1.0) if check_share is None else check_share)
         self._said: dict[int, Said] = {}
-        self._out = Staging(staging_pieces)
+        self._ahead: Final = AHEAD[engine.options.kind]
+        self._out = Staging(staging_pieces + self._ahead)
         self._in = Staging(staging_pieces)
 
     def write(
@@ -66,14 +84,9 @@ class UcxPath:
         with self._out as staging, self._engine.driven():
             run = WriteRun(self.name, ticket, deadline)
             hashes = {slot.index: Checksum() for slot in ticket.slots} if with_checksum else {}
-            for piece in pieces_of(ticket):
-                if run.is_over(piece.slot):
-                    continue
-                buffer = run.free_buffer(staging, ticket.piece_bytes)
-                if buffer is None:
-                    run.fail(piece.slot, timed_out(self.name, piece.slot))
-                    continue
-                self._send(run, piece, fill, buffer, staging, hashes.get(piece.slot.index))
+            with contextlib.closing(self._gathered(run, ticket, fill, staging)) as gathered:
+                for each in gathered:
+                    self._send(run, each, staging, hashes.get(each.piece.slot.index))
             if run.may_be_whole and time.monotonic() + PUBLISH_MARGIN_S < deadline and is_complete(fill):
                 # It travels with the last piece: the server waits for both.
                 self._say(ticket)
@@ -149,18 +162,40 @@ class UcxPath:
         """Let go of the peer. The engine belongs to the process."""
         self._peer.close()
 
-    def _send(
-        self,
-        run: WriteRun,
-        piece: Piece,
-        fill: Fill,
-        buffer: ByteArray,
-        staging: Staging,
-        digest: Checksum | None,
-    ) -> None:
-        part = buffer[: piece.stop - piece.start]
+    def _gathered(
+        self, run: WriteRun, ticket: Ticket, fill: Fill, staging: Staging
+    ) -> Generator[_Gathering, None, None]:
+        """The pieces in order, each when the next ones have been begun. To be closed."""
+        ahead: deque[_Gathering] = deque()
+        most = self._ahead if threads_of(fill) > 1 else 0
         try:
-            fill(piece.slot, piece.start, piece.stop, part)
+            for piece in pieces_of(ticket):
+                if run.is_over(piece.slot):
+                    continue
+                buffer = run.free_buffer(staging, ticket.piece_bytes)
+                if buffer is None:
+                    run.fail(piece.slot, timed_out(self.name, piece.slot))
+                    continue
+                part = buffer[: piece.stop - piece.start]
+                job = partial(fill, piece.slot, piece.start, piece.stop, part)
+                ahead.append(_Gathering(piece, buffer, part, crew.begin(job) if most else Begun(job)))
+                if len(ahead) > most:
+                    yield ahead.popleft()
+            while ahead:
+                yield ahead.popleft()
+        finally:
+            for each in ahead:
+                each.begun.drop()
+                staging.give(each.buffer)
+
+    def _send(self, run: WriteRun, gathering: _Gathering, staging: Staging, digest: Checksum | None) -> None:
+        piece, buffer, part, begun = gathering
+        if run.is_over(piece.slot):
+            begun.drop()
+            staging.give(buffer)
+            return
+        try:
+            begun.finish()
             if digest is not None:
                 digest.update(part)
             op = self._peer.send(piece.tag, part)
