@@ -20,8 +20,8 @@ SHM = Path("/dev/shm")
 SHM_PREFIX = "kvwire"
 GRACE_S = 3.0
 ORPHAN_GRACE_S = 30.0
-"""For memory that nobody maps, where other tests run beside this one: they kill servers, too, and have not tidied
-up yet."""
+"""For memory that nobody maps, where other tests run beside this one: they kill servers, too, and tidy up
+later."""
 
 
 @dataclass(frozen=True)
