@@ -15,6 +15,7 @@ import pytest
 
 from kvwire.server.peers import loans, receiving
 from kvwire.transfer import tags
+from kvwire.transfer.shm import sweep_dead
 from kvwire.transfer.ucx_path import DEFAULT_PIECE_BYTES
 from support.coordinator_process import coordinator_process
 from support.fleet import fleet, untouched
@@ -281,6 +282,7 @@ def process(made, name: str, *flags: str):
             yield server, client
         finally:
             client.let_go()
+    sweep_dead()  # as the next server would: one that was killed has left its memory
 
 
 @pytest.mark.parametrize("fault", [signal.SIGKILL, signal.SIGSTOP])

@@ -35,11 +35,17 @@ class Begun:
         self._future = future
 
     def finish(self) -> None:
-        """Run it where nobody has begun it, or wait for whoever has. Raises what it raises."""
+        """Run it where nobody has begun it, or wait for whoever has. Raises what it raises.
+
+        Nobody runs it any more then, even if the wait was interrupted.
+        """
         if self._future is None or self._future.cancel():
             self._job()
-        else:
+            return
+        try:
             self._future.result()
+        finally:
+            wait([self._future])
 
     def drop(self) -> None:
         """It is not needed any more: return when nobody runs it."""

@@ -24,7 +24,7 @@ class Ending:
     def __init__(self) -> None:
         self._is_done = False
         self._error: BaseException | None = None
-        self._callbacks: deque[Callable[[Ending], None]] | None = None
+        self._callbacks: deque[Callable[[Ending], None]] = deque()
 
     def done(self) -> bool:
         return self._is_done
@@ -45,8 +45,6 @@ class Ending:
 
     def add_done_callback(self, callback: Callable[[Ending], None]) -> None:
         """Call it once, when this has ended: on the thread that resolves it, or at once on this one."""
-        if self._callbacks is None:
-            self._callbacks = deque()
         self._callbacks.append(callback)
         if self._is_done:
             self._call()

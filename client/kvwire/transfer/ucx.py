@@ -1,12 +1,13 @@
-"""The UCX data plane of one process: threads that each own a UCX worker and wait for its events.
+"""The UCX data plane of one process: threads that each look after a UCX worker and wait for its events.
 
 The threads sleep in the kernel when nothing moves. Callers, from threads or an event loop, hand them commands
-and get futures. They also match messages to receives by their tags themselves: so a receive that no message
-has come for can end at once, a message of another length than agreed never touches the buffer, and what
-belongs to an ended lease is dropped.
+and get operations that end; a thread that waits for what it has begun may do their work itself meanwhile
+(`UcxEngine.driven`). Messages are matched to receives by their tags here and not by UCX: so a receive that no
+message has come for can end at once, a message of another length than agreed never touches the buffer, and
+what belongs to an ended lease is dropped.
 
-An engine has one lane or several. A message takes the lane of either side that its piece's number says,
-modulo their count: so both sides know where it goes, and copies run beside each other.
+An engine has one lane or several. A message takes the lane of either side that its tag says (`tags.lane`):
+so both sides know where it goes, and copies run beside each other.
 """
 
 from __future__ import annotations

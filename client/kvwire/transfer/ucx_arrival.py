@@ -47,7 +47,7 @@ class Said:
     def wait(self, seconds: float) -> bool:
         """False when the server has not told within `seconds` that all is committed."""
         try:
-            self._waiting.ending.result(seconds)
+            self._waiting.wait(seconds)
         except (KvwireError, FutureTimeoutError):
             self.forget()
             return False

@@ -1,4 +1,4 @@
-"""One UCX worker and the thread that owns it."""
+"""One UCX worker, the thread that looks after it, and those that drive it themselves for a while."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Lane:
         self.address = b""
         # Within a host a step copies 512 KiB of what is known already; else it may bring the next message.
         self._takes_all = options.kind == "local"
-        self._watches = options.kind == "remote" and WATCH_S > 0
+        self._watches = options.kind == "remote"
         self._library = library
         self._commands: deque[Callable[[], None]] = deque()
         self._door = threading.Lock()
@@ -90,14 +90,9 @@ class Lane:
 
         It looks after all that is under way while it submits and waits, and nobody does while it copies.
         """
-        if self._driver or not self._turn.acquire(timeout=TURN_S):
+        if not self._takes_turn():
             yield
             return
-        if not self._is_open:
-            self._turn.release()
-            yield
-            return
-        self._driver = threading.get_ident()
         try:
             yield
         finally:
@@ -105,6 +100,15 @@ class Lane:
                 self._as_driver(self._hand_over)
             if self._is_driven_here:
                 self._leave()
+
+    def _takes_turn(self) -> bool:
+        if self._driver or not self._turn.acquire(timeout=TURN_S):
+            return False
+        if not self._is_open:
+            self._turn.release()
+            return False
+        self._driver = threading.get_ident()
+        return True
 
     def wait(self, ending: Ending, seconds: float) -> None:
         """Until it is resolved. Raises its error, or TimeoutError."""
@@ -133,7 +137,7 @@ class Lane:
         """Do what there is to do, or wait for it."""
         self._obey()
         self.state.step()
-        if ending.done() or (WATCH_S and self._watch()) or not self._is_quiet() or ending.done():
+        if ending.done() or self._watch() or not self._is_quiet() or ending.done():
             return
         left_ms = max(1, int((until - time.monotonic()) * 1000))
         wait_ms = self.state.wait_ms()

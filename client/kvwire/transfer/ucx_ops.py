@@ -1,4 +1,4 @@
-"""Operations and peers of a UCX engine, as its callers see them. All work happens on the engine's thread."""
+"""Operations and peers of a UCX engine, as its callers see them. Who has the lane's turn does the work."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class UcxOp:
         self._engine.cancel(self)
 
     def give_up_within(self, seconds: float) -> None:
-        """On the engine's thread: fail it then, if UCX has not ended it by itself."""
+        """For whoever has the lane's turn: fail it then, if UCX has not ended it by itself."""
         at = time.monotonic() + seconds
         self.give_up_at = at if self.give_up_at is None else min(at, self.give_up_at)
 

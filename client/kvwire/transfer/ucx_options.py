@@ -5,7 +5,8 @@ What made the difference where it was measured:
 - Peer error handling takes CMA away, so it is off between processes of one host and on between hosts.
 - The receiver chooses how a large message moves. A server reads out of the client's staging memory, which
   lies in huge pages: 0.8 of memcpy. A client would have to read out of the arena, page by page of 4 KiB: 0.4.
-  There the server writes instead: 0.6.
+  There the server writes instead: 0.6. Out of huge pages reading would be faster, but the client's thread has
+  to scatter as well, and then it is slower on the whole.
 - TCP needs large segments: with 2 MiB a sender takes a sixth less time than with 512 KiB. Both sides must
   have the same size: UCX loses what is larger than the receiver's. The "put" scheme is twice as cheap without
   error handling; with it, it is not available, and asking for it makes UCX send large messages eagerly, into

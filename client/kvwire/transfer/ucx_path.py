@@ -101,7 +101,6 @@ class UcxPath:
         with self._in as staging, self._engine.driven():
             run = ReadRun(self.name, ticket, deadline, self._check)
             todo = pieces_of(ticket)
-            left_out = False
             while True:
                 while (buffer := staging.take(ticket.piece_bytes)) is not None:
                     piece = next((each for each in todo if not run.is_over(each.slot)), None)

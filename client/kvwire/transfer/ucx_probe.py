@@ -84,7 +84,7 @@ def probe_client(engine: UcxEngine, peer: Peer, tag: int, nbytes: int, timeout: 
 
 def _wait(op: UcxOp, timeout: float) -> None:
     try:
-        op.ending.result(timeout)
+        op.wait(timeout)
     except FutureTimeoutError:
         op.cancel()
         raise

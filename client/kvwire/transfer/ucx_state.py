@@ -1,4 +1,4 @@
-"""What the engine's thread knows: endpoints, receives that wait for a message, operations under way."""
+"""What a lane knows: endpoints, receives that wait for a message, operations under way."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ SWEEP_SECONDS: Final = 0.05
 
 
 class UcxState:
-    """Used by the engine's thread only."""
+    """Used by whoever has the lane's turn: its own thread, or one that drives it."""
 
     def __init__(self, library: Library, options: UcxOptions, lost: Callable[[Peer], None]) -> None:
         """`lost` is told of peers whose connection has ended."""

@@ -18,7 +18,7 @@ MAX_PEER_SENDS: Final = 128
 
 
 class Turns:
-    """Used by the engine's thread only. A lease that its receiver does not take yet is in nobody's way."""
+    """Used by whoever has the lane's turn. A lease that its receiver does not take yet is in nobody's way."""
 
     def __init__(self, lease_bytes: int) -> None:
         """`lease_bytes`: what one lease may have under way, but for a single message that is larger.

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import signal
 import threading
 import time
 
@@ -42,6 +43,22 @@ def test_what_a_job_raises_reaches_its_owner(crew):
     for begun in (crew.begin(fail), Begun(fail)):
         with pytest.raises(ValueError, match="no"):
             begun.finish()
+
+
+def test_an_interrupted_wait_is_still_a_wait(crew):
+    started, ended = threading.Event(), []
+
+    def slow():
+        started.set()
+        time.sleep(0.3)
+        ended.append(True)
+
+    begun = crew.begin(slow)
+    started.wait(5)
+    threading.Timer(0.1, signal.raise_signal, (signal.SIGINT,)).start()
+    with pytest.raises(KeyboardInterrupt):
+        begun.finish()
+    assert ended == [True]
 
 
 def test_who_drops_a_job_waits_for_it_if_it_runs(crew):

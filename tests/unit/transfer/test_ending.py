@@ -53,6 +53,19 @@ def test_callbacks_are_called_once_wherever_they_come_from():
         assert sorted(called) == ["after", "before", "beside"]
 
 
+def test_callbacks_that_come_at_the_same_time_are_all_called():
+    for _ in range(200):
+        ending, called = Ending(), []
+        threads = [threading.Thread(target=ending.add_done_callback, args=(called.append,)) for _ in range(4)]
+        threads.append(threading.Thread(target=ending.resolve))
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        ending.add_done_callback(called.append)
+        assert called == [ending] * 5
+
+
 def test_a_callback_that_fails_takes_nothing_with_it(caplog):
     ending, called = Ending(), []
 

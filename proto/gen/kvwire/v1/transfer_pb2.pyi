@@ -138,7 +138,7 @@ Global___ShmAccess: _TypeAlias = ShmAccess  # noqa: Y015
 
 @_typing.final
 class UcxAccess(_message.Message):
-    """UcxAccess tells a client how to reach the server's UCX worker."""
+    """UcxAccess tells a client how to reach the server's UCX workers."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
